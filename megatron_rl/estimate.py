@@ -262,7 +262,7 @@ def _read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
     """Numbers that quantised rollouts read unquantised; None where the other weights cannot be made again, or stay."""
     made_again = config.precision.bf16 and config.parallel.use_distributed_optimizer
     is_quantized = config.quantization.rl_rollout_quantization != "none"
-    if not is_quantized or not made_again or config.keeps_weights_in_rollouts:
+    if not is_quantized or not made_again or "weights" in config.rollout.rl_keep_in_rollouts:
         return None
     replaced = sum(linear.rows * linear.columns for linear in _quantized(config, layout))
     return sum(parameter.size for parameter in layout.parameters) - replaced

@@ -12,7 +12,7 @@ from megatron_rl.run.base import Run
 from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import build_evaluator_alone
 from megatron_rl.run.rescue import naming_memory
-from megatron_rl.run.training import StepResult, TrainingRun, ready, start_training, train
+from megatron_rl.run.training import StepResult, TrainingRun, assemble, start_training, train
 from megatron_rl.trainer import SupervisedTrainer
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource
@@ -28,24 +28,22 @@ class SupervisedRun(TrainingRun):
 
 def build(base: Run) -> SupervisedRun:
     """The program's parts; collective over the job."""
-    parts, _ = start_training(base)
-    config, groups = parts.config, parts.groups
-    taught = parts.environments.demonstrations()
+    start, states = start_training(base)
+    config, groups = base.config, base.groups
+    taught = base.environments.demonstrations()
     prompts = ((environment, demonstration.task.prompt) for environment, demonstration in taught)
-    parts.states.register("chats", PromptFormats(parts.tokenizer, prompts), optional=True)
-    source = DemonstrationSource(taught, parts.tokenizer, config.training.seq_length)
-    parts.states.register("prompts", source)
+    states.register("chats", PromptFormats(base.tokenizer, prompts), optional=True)
+    source = DemonstrationSource(taught, base.tokenizer, config.training.seq_length)
+    states.register("prompts", source)
     # The loss is that of the plain distribution, so the temperature is 1.
-    balance = BalanceLosses.of(config, parts.policy.device)
-    scorer = Scorer(parts.policy, groups, 1.0, config.kernels.rl_fused_output_layer, balance)
-    return ready(
-        SupervisedRun(
-            **vars(parts),
-            source=source,
-            trainer=SupervisedTrainer(parts.optimization, scorer, groups.loss_group, parts.timer),
-            evaluator=None if config.training.eval_interval is None else build_evaluator_alone(parts),
-        )
-    )
+    balance = BalanceLosses.of(config, base.policy.device)
+    scorer = Scorer(base.policy, groups, 1.0, config.kernels.rl_fused_output_layer, balance)
+    return assemble(
+        SupervisedRun, base, start, states,
+        source=source,
+        trainer=SupervisedTrainer(start.optimization, scorer, groups.loss_group, base.timer),
+        evaluator=None if config.training.eval_interval is None else build_evaluator_alone(base),
+    )  # fmt: skip
 
 
 def supervised_step(run: SupervisedRun, step: int) -> StepResult:

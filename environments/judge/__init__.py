@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl_environments.dataset import Dataset
 
 from megatron_rl.environments.base import HarnessEnvironment
-from megatron_rl.environments.judging import REFERENCE, Judge, JudgeSettings
+from megatron_rl.environments.judging import Judge, JudgeSettings
 from megatron_rl.types import Grade, Task
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ class Judged(HarnessEnvironment, Dataset):
             raise ValueError("reward is what the judge says; leave it out, or use the environment dataset")
         super().__init__(reward=f"{__name__}:unasked", **options)
         self._reference, self._settings = reference, JudgeSettings.of(judge or {})
-        self.asks_reference = self._settings.url == REFERENCE
         self.variables = (self._settings.key_variable,) if self._settings.key_variable else ()
 
     def run(self, task: Task, client: openai.OpenAI) -> Grade:

@@ -150,7 +150,7 @@ def _listening(job: Job, generator: Generator) -> Iterator[Endpoint]:
     with _token(place.token_file) as (token, file):
         endpoint = Endpoint(
             generator.tokenizer, max_sequence_length=factory.max_sequence_length,
-            max_new_tokens=factory.sampling.max_new_tokens, sampling=factory.sampling, models=(job.model_name,),
+            max_new_tokens=factory.sampling.max_new_tokens, sampling=factory.sampling, model=job.model_name,
             host=place.host, port=place.port, token=token,
         )  # fmt: skip
         try:

@@ -166,18 +166,7 @@ class RLConfig:
     @property
     def wants_reference(self) -> bool:
         """The run needs a reference policy."""
-        asked = self.algorithm.grpo_kl_beta > 0 or self.environment.rl_serve_reference
-        return self.training.perform_rl_step and asked
-
-    @property
-    def reference_flag(self) -> str:
-        """The flag that wants it."""
-        return "--grpo-kl-beta" if self.algorithm.grpo_kl_beta > 0 else "--rl-serve-reference"
-
-    @property
-    def keeps_weights_in_rollouts(self) -> bool:
-        """Also those that quantised rollouts do not read; the reference takes the place of all."""
-        return "weights" in self.rollout.rl_keep_in_rollouts or self.environment.rl_serve_reference
+        return self.training.perform_rl_step and self.algorithm.grpo_kl_beta > 0
 
     @property
     def wants_critic(self) -> bool:

@@ -56,10 +56,6 @@ class EnvironmentConfig:
     """Port of the OpenAI-compatible endpoint on loopback that harnesses call; 0 takes any free one.
 
     Each further copy of the model has the next port."""
-    rl_serve_reference: bool = flag(False)
-    """The endpoint serves the policy that the run began with, too, as the model ``reference``, for judges.
-
-    It is kept on the host as for --grpo-kl-beta, and --rl-keep-in-rollouts weights holds."""
     rl_edited_history: Literal["split", "mask"] = flag("split")
     """Samples whose harness sent answers as the model's that it never gave: split trains on every sequence that was
     sampled, mask leaves the sample out."""
@@ -198,8 +194,6 @@ def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
                 "with --perform-rl-step: the trainer's log-probs are of the whole distribution, not of the tokens that "
                 f"were left to sample from; use --{name.replace('_', '-')} {off:g}"
             )
-    if config.environment.rl_serve_reference and not config.training.perform_rl_step:
-        yield "rl_serve_reference", "without --perform-rl-step: only RL has a reference policy; leave it out"
     if rollout.rl_router_replay:
         yield from _replay_problems(config)
     if rollout.rl_inference_engine == "mcore":

@@ -1,10 +1,10 @@
 """The seam between the HTTP thread and the thread that steps the engine.
 
     HTTP thread                                    engine's thread, between two steps
-    request ──► Desk: session, new ids ──► Call ──► take() ──► Request ──► Engine.submit
-    answer  ◄── Desk: text, calls, log-probs ◄── deliver(number, completion) ◄── Engine.step
+    request ──► PendingCalls: session, new ids ──► Call ──► take() ──► Request ──► Engine.submit
+    answer  ◄── PendingCalls: text, calls, log-probs ◄── deliver(number, completion) ◄── Engine.step
     stream  ◄── text so far ◄── progress(number, ids) ◄── show(engine): Engine.unfinished_tokens
-    hung up ──► Desk ──► take_cancelled() ──► Engine.cancel
+    hung up ──► PendingCalls ──► take_cancelled() ──► Engine.cancel
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron_rl.endpoint.desk import Call as Call
-from megatron_rl.endpoint.desk import Desk, Limits
+from megatron_rl.endpoint.pending_calls import Call as Call
+from megatron_rl.endpoint.pending_calls import Limits, PendingCalls
 from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
 
-POLICY, REFERENCE = "policy", "reference"
+POLICY = "policy"
 
 
 class Endpoint:
@@ -36,7 +36,7 @@ class Endpoint:
         max_sequence_length: int,
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
-        models: tuple[str, ...] = (POLICY,),
+        model: str = POLICY,
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
@@ -45,7 +45,7 @@ class Endpoint:
 
         Args:
             max_new_tokens: of an answer, whatever its caller asks for.
-            models: names; sessions have the first.
+            model: its name.
             sampling: what callers outside sessions leave open.
             port: 0 is any that is free.
             token: what callers must send; None makes one.
@@ -54,9 +54,10 @@ class Endpoint:
         self._inbox = Inbox()
         self._streams: set[int] = set()
         """Calls that want to be shown."""
-        limits = Limits(models, max_sequence_length, max_new_tokens, sampling or SamplingParams())
-        self._desk = Desk(tokenizer.reading_at_most(max_sequence_length), limits, self._inbox.put, self._inbox.drop)
-        self._http = HttpThread(self._desk, self.token, host, port)
+        limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams())
+        tokenizer = tokenizer.reading_at_most(max_sequence_length)
+        self._pending = PendingCalls(tokenizer, limits, self._inbox.put, self._inbox.drop)
+        self._http = HttpThread(self._pending, self.token, host, port)
 
     def start(self) -> None:
         """Listen.
@@ -83,11 +84,11 @@ class Endpoint:
 
     def open_session(self, environment: str) -> str:
         """A session for a sample of ``environment``; its id, see `base_url`."""
-        return self._http.result(self._desk.open_session(environment))
+        return self._http.result(self._pending.open_session(environment))
 
     def close_session(self, session: str) -> SessionEnd:
         """The sample has its reward: calls of it that wait, and later ones, get 410."""
-        return self._http.result(self._desk.close_session(session))
+        return self._http.result(self._pending.close_session(session))
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -114,11 +115,11 @@ class Endpoint:
     def deliver(self, number: int, completion: Completion) -> None:
         """The answer to a call; nobody may wait for it any more."""
         self._streams.discard(number)
-        self._http.call(self._desk.deliver, number, completion)
+        self._http.call(self._pending.deliver, number, completion)
 
     def progress(self, number: int, token_ids: Sequence[int]) -> None:
         """All tokens so far of a call that ``wants_progress``."""
-        self._http.call(self._desk.progress, number, tuple(token_ids))
+        self._http.call(self._pending.progress, number, tuple(token_ids))
 
     def show(self, engine: Engine) -> None:
         """The same for all of them; reads the device for those alone."""

@@ -1,4 +1,5 @@
-"""OpenAI's routes over HTTP, in a thread with an event loop of its own; what takes long is done aside (`Desk.aside`).
+"""OpenAI's routes over HTTP, in a thread with an event loop of its own; what takes long is done in another
+(`PendingCalls.aside`).
 
     GET  /health                       without a token
     GET  /v1/models, /v1/models/{model}
@@ -19,8 +20,8 @@ import uvloop
 from aiohttp import web
 
 from megatron_rl.endpoint.answers import Envelope
-from megatron_rl.endpoint.desk import Desk, Waiting, usage_of
 from megatron_rl.endpoint.fields import ApiError
+from megatron_rl.endpoint.pending_calls import PendingCalls, Waiting, usage_of
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest, read_chat, read_text
 from megatron_rl.endpoint.streaming import Stream
 from megatron_rl.errors import ConfigError, one_line
@@ -36,10 +37,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpThread:
-    """Serves a `Desk` from `start` to `close`."""
+    """Serves a `PendingCalls` from `start` to `close`."""
 
-    def __init__(self, desk: Desk, token: str, host: str, port: int) -> None:
-        self._desk, self._token, self._address = desk, token, (host, port)
+    def __init__(self, pending: PendingCalls, token: str, host: str, port: int) -> None:
+        self._pending, self._token, self._address = pending, token, (host, port)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._runner: web.AppRunner | None = None
@@ -59,7 +60,7 @@ class HttpThread:
         if not self._thread.is_alive():
             return
         self.result(self._stop())
-        self._desk.close()
+        self._pending.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -75,7 +76,7 @@ class HttpThread:
     async def _listen(self) -> None:
         host, port = self._address
         self._runner = web.AppRunner(
-            create_app(self._desk, self._token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS,
+            create_app(self._pending, self._token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS,
             handler_cancellation=True,  # when the client hangs up
         )
         await self._runner.setup()
@@ -87,16 +88,16 @@ class HttpThread:
         self.url = f"http://{host}:{self._runner.addresses[0][1]}"
 
     async def _stop(self) -> None:
-        self._desk.abort("the endpoint closes: no more answers are drawn")
+        self._pending.abort("the endpoint closes: no more answers are drawn")
         if self._runner is not None:
             await self._runner.cleanup()
 
 
-def create_app(desk: Desk, token: str) -> web.Application:
+def create_app(pending: PendingCalls, token: str) -> web.Application:
     """The routes; all but ``/health`` need ``token``."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_telling_errors, _asking_for(token)])
     app.router.add_get("/health", _health)
-    routes = Routes(desk)
+    routes = Routes(pending)
     for prefix in ("/v1", "/sessions/{session}/v1"):
         app.router.add_get(f"{prefix}/models", routes.models)
         app.router.add_get(f"{prefix}/models/{{model}}", routes.model)
@@ -108,32 +109,32 @@ def create_app(desk: Desk, token: str) -> web.Application:
 class Routes:
     """What each route answers."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        model = {"object": "model", "created": 0, "owned_by": "megatron-rl"}
-        model["max_model_len"] = desk.limits.max_sequence_length
-        self._models = {name: {"id": name} | model for name in desk.limits.models}
+    def __init__(self, pending: PendingCalls) -> None:
+        self._pending = pending
+        self._model = {
+            "id": pending.limits.model, "object": "model", "created": 0, "owned_by": "megatron-rl",
+            "max_model_len": pending.limits.max_sequence_length,
+        }  # fmt: skip
 
     async def models(self, request: web.Request) -> web.Response:
         """Those there are."""
-        return web.json_response({"object": "list", "data": [*self._models.values()]})
+        return web.json_response({"object": "list", "data": [self._model]})
 
     async def model(self, request: web.Request) -> web.Response:
         """One by its name."""
-        name = request.match_info["model"]
-        self._desk.check_model(name)
-        return web.json_response(self._models[name])
+        self._pending.check_model(request.match_info["model"])
+        return web.json_response(self._model)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """An answer to messages."""
-        wanted = await self._desk.aside(_wanted, await request.read(), read_chat)
-        return await self._answer(request, "chat.completion", wanted, self._desk.ask_chat)
+        wanted = await self._pending.aside(_wanted, await request.read(), read_chat)
+        return await self._answer(request, "chat.completion", wanted, self._pending.ask_chat)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answers to prompts."""
-        read = partial(read_text, vocab_size=self._desk.tokenizer.vocab_size)
-        wanted = await self._desk.aside(_wanted, await request.read(), read)
-        return await self._answer(request, "text_completion", wanted, self._desk.ask_text)
+        read = partial(read_text, vocab_size=self._pending.tokenizer.vocab_size)
+        wanted = await self._pending.aside(_wanted, await request.read(), read)
+        return await self._answer(request, "text_completion", wanted, self._pending.ask_text)
 
     async def _answer(
         self,
@@ -142,16 +143,16 @@ class Routes:
         wanted: Wanted,
         ask: Callable[[str | None, Wanted, Any], Awaitable[list[Waiting]]],
     ) -> web.StreamResponse:
-        asked, aside = wanted.asked, self._desk.aside
+        asked, aside = wanted.asked, self._pending.aside
         stream, envelope = Stream(asked.include_usage, aside) if asked.stream else None, Envelope(kind, asked.model)
         waiting = await ask(request.match_info.get("session"), wanted, stream and stream.show)
-        decoder = self._desk.tokenizer if asked.logprobs else None
+        decoder = self._pending.tokenizer if asked.logprobs else None
         try:
             if stream is not None:
                 return await stream.write(request, envelope, waiting, asked.n, decoder)
             await asyncio.wait([each.answer for each in waiting])
         finally:
-            self._desk.leave(waiting)
+            self._pending.leave(waiting)
         choices = [each.answer.result() for each in waiting]
         # One by one: nobody is heard while JSON is made of a value.
         shown = [await aside(envelope.shown, index, choice, decoder) for index, choice in enumerate(choices)]

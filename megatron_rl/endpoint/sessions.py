@@ -8,7 +8,7 @@ time: other tokens may come of it. So the history is looked for among the answer
     call 2   system, user, ANSWER 0, other tool    goes on from call 0, too: a branch
     call 3   system, summary                       a root: another branch
 
-Pure bookkeeping without I/O, in the endpoint's thread for texts alone, see `Desk`.
+Pure bookkeeping without I/O, in the endpoint's thread for texts alone, see `PendingCalls`.
 """
 
 from __future__ import annotations

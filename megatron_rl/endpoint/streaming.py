@@ -7,8 +7,8 @@ import asyncio
 from aiohttp import web
 
 from megatron_rl.endpoint.answers import Envelope, event
-from megatron_rl.endpoint.desk import Aside, Waiting, usage_of
 from megatron_rl.endpoint.fields import ApiError
+from megatron_rl.endpoint.pending_calls import Aside, Waiting, usage_of
 from megatron_rl.tokenizer import Tokenizer
 
 

@@ -205,8 +205,6 @@ class HarnessEnvironment(Environment):
 
     run_deadline: float = 600.0
     """Seconds that one sample may take before its process is killed; it is then masked with the code ``timeout``."""
-    asks_reference: bool = False
-    """Whether it calls the model ``reference``, outside its session; a run that does not serve it is then refused."""
 
     @classmethod
     def preload(cls, options: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from megatron_rl.json_text import loads
 if TYPE_CHECKING:
     import openai
 
-POLICY, REFERENCE = OWN = "policy", "reference"
+POLICY = "policy"
 OF_URLS = ("model", "key_variable", "deadline")
 """Settings that the model of the run has no use for."""
 SESSION = re.compile(r"/sessions/[^/]+/v1/?$")
@@ -58,8 +58,7 @@ class JudgeSettings:
     """Whom to ask and how; the fields are the keys of the option ``judge``."""
 
     url: str = POLICY
-    """Up to and with ``/v1``; ``policy`` is the model that is trained, as it is now, and ``reference`` as it was when
-    the run began."""
+    """Up to and with ``/v1``; ``policy`` is the model that is trained, as it is now."""
     model: str = POLICY
     prompt: str = PROMPT
     """With ``{answer}``, and perhaps ``{question}`` and ``{reference}``; other braces stay."""
@@ -112,7 +111,7 @@ class JudgeSettings:
 
     def _problems_of_the_url(self) -> Iterator[str]:
         if not self.is_own and not self.url.startswith(("http://", "https://")):
-            yield f"url is {shorten(self.url)}; give http(s)://HOST/v1, {' or '.join(OWN)}"
+            yield f"url is {shorten(self.url)}; give http(s)://HOST/v1 (of `megatron-rl serve`, or another), or policy"
         given = [name for name in OF_URLS if getattr(self, name) != getattr(type(self), name)]
         if self.is_own and given:
             yield f"{given[0]} is for judges at a URL, and url is {self.url}: leave it out"
@@ -122,7 +121,7 @@ class JudgeSettings:
     @property
     def is_own(self) -> bool:
         """Whether the model of the run judges."""
-        return self.url in OWN
+        return self.url == POLICY
 
 
 class Judge:
@@ -133,7 +132,7 @@ class Judge:
         self._url, self._key = settings.url, os.environ.get(settings.key_variable, "")
         if settings.is_own:
             if policy is None:
-                raise ValueError(f"judge: url is {settings.url}, which only a harness knows; give a URL")
+                raise ValueError("judge: url is policy, which only a harness knows; give a URL")
             self._url, self._key = SESSION.sub("/v1", str(policy.base_url)), policy.api_key
         self._url = self._url.rstrip("/") + "/chat/completions"
 

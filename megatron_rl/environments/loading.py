@@ -66,7 +66,6 @@ class Surveyed:
     """Buffer, longest and longest free response in tokens, of an environment that reads a data set."""
     max_turns: int = 1
     is_harness: bool = False
-    asks_reference: bool = False
     chat: ChatFormat = ChatFormat()
     """What its entry of the list says of chats."""
 

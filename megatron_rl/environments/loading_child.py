@@ -111,7 +111,6 @@ def _surveyed(
         overlong,
         environment.max_turns,
         is_harness,
-        asks_reference=is_harness and environment.asks_reference,
         chat=spec.chat_of(environment),
     )
 

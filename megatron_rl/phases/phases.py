@@ -221,14 +221,13 @@ class _Training:
         self.offloads = config.rollout.rl_offload_optimizer_during_inference
         self._quantization = quantization
         self._keeps = config.rollout.rl_keep_in_rollouts
-        self._keeps_weights = config.keeps_weights_in_rollouts
         self._reads_all_weights = config.quantization.rl_evaluate_unquantized or quantization.wants_calibration
         self._told = ""
 
     @property
     def _unread(self) -> list[torch.nn.Parameter]:
         """Weights that quantised rollouts do not read."""
-        if self._keeps_weights or not self.weights.can_leave:
+        if "weights" in self._keeps or not self.weights.can_leave:
             return []
         return [layer.module.weight for layer in self._quantization.linears.layers]
 

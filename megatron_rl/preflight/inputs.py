@@ -145,8 +145,6 @@ def _unserved(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[str]:
     for item in (item for item in found if item.is_harness):
         if config.rollout.rl_inference_engine == "mcore":
             yield f"{item.name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
-        if item.asks_reference and not config.environment.rl_serve_reference:
-            yield f"{item.name}: its judge is the reference policy; add --rl-serve-reference (of RL), or give it a URL"
 
 
 def _not_put_aside(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:

@@ -67,7 +67,7 @@ def reference_weights(config: RLConfig, directory: Path, state: RunState) -> Ori
         if named.kind == "drawn":
             raise CheckpointError(
                 f"checkpoint {str(directory)!r} of an earlier version does not say what its run started from, which is "
-                f"the reference of {config.reference_flag}; name it with --pretrained-checkpoint or --load-hf, or "
+                "the reference of --grpo-kl-beta; name it with --pretrained-checkpoint or --load-hf, or "
                 "leave the flag out"
             )
         return named
@@ -170,7 +170,7 @@ def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | Non
         elif origin.kind == "hugging_face":
             found = weight_problems(read_model(origin.path))
     return [
-        f"the reference of {config.reference_flag} is what the run started from: {line}; if it lies elsewhere now, "
+        f"the reference of --grpo-kl-beta is what the run started from: {line}; if it lies elsewhere now, "
         "name that place with --pretrained-checkpoint or --load-hf, or leave the flag out"
         for line in (*found, *problems)
     ]

@@ -20,8 +20,15 @@ from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
-from megatron_rl.rollout.journal import Record, StepJournal, Surplus, record_of
-from megatron_rl.rollout.partial import PartialRollouts, PutAside, begun_by, gathered, lag_metrics, share_of
+from megatron_rl.rollout.journal import ExtraGroups, Record, StepJournal, record_of
+from megatron_rl.rollout.partial import (
+    PartialRollouts,
+    UnfinishedGroups,
+    gathered,
+    lag_metrics,
+    oldest_version,
+    share_of,
+)
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
 from megatron_rl.rollout.quota import COUNTS, Quota, counts_in, graded_rewards
 from megatron_rl.rollout.rollouter import Rollouter
@@ -40,7 +47,7 @@ class DynamicSampling:
     at_once: int
     """Prompts of the first draw, and the most of a later one."""
     most_refills: int
-    surplus_lag: int
+    extra_lag: int
     """For how many steps groups that counted and were too many may be used; 0 drops them."""
 
 
@@ -66,7 +73,7 @@ class StepRollouts:
     """Prompts that were begun, needed or not."""
     policy_version: int = 0
     """Of the weights that generated."""
-    put_aside: list[Record] = field(default_factory=list)
+    unfinished: list[Record] = field(default_factory=list)
     """Of all replicas: the groups of partial rollouts that go on in the next step."""
     dropped: list[Request] = field(default_factory=list)
     """Groups that were begun too long ago."""
@@ -114,9 +121,9 @@ class Collector:
     dynamic: DynamicSampling | None = None
     wants_routing: bool = False
     """See `Request.wants_routing`."""
-    surplus: Surplus = field(default_factory=Surplus)
+    extra_groups: ExtraGroups = field(default_factory=ExtraGroups)
     partial: PartialRollouts | None = None
-    put_aside: PutAside = field(default_factory=PutAside)
+    unfinished: UnfinishedGroups = field(default_factory=UnfinishedGroups)
 
     def collect(self, seed: int, policy_version: int, journal: StepJournal) -> StepRollouts | None:
         """The groups of a step; collective over the job. None when it was asked to stop: the source is as before.
@@ -126,7 +133,7 @@ class Collector:
         """
         start, step = self.source.position(), StepRollouts(policy_version=policy_version)
         if self.dynamic is not None:
-            self.surplus.drop_older(policy_version - self.dynamic.surplus_lag)
+            self.extra_groups.drop_older(policy_version - self.dynamic.extra_lag)
         if self.partial is not None:
             if not self._go_on(step, self.partial, seed, journal):
                 self.source.return_to(start)
@@ -162,26 +169,26 @@ class Collector:
         return list(map(self._expecting, mine))
 
     def commit(self, step: StepRollouts) -> dict[str, float]:
-        """The step is finished: remember lengths, keep the surplus; how it went. Collective over the replicas."""
+        """The step is finished: remember lengths, keep the extra groups; how it went. Collective over the replicas."""
         replicas, num_groups = self.groups.rollout_group, len(step.drawn)
         lengths, seconds = lengths_and_seconds(step.answered, step.generate_seconds, num_groups, replicas)
         self.expected_lengths.learn(zip(step.drawn, lengths, strict=True))
         metrics = idle_metrics(seconds)
         if self.partial is not None:
-            self.put_aside.turn_over(step.put_aside)
+            self.unfinished.turn_over(step.unfinished)
             metrics |= lag_metrics(step.groups, step.policy_version, replicas) | {
                 "training/groups_started": float(step.started),
-                "training/groups_put_aside": float(len(step.put_aside)),
+                "training/groups_put_aside": float(len(step.unfinished)),
                 "training/groups_dropped": float(len(step.dropped)),
                 "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in r.begun)),
             }
         if self.dynamic is None:
             return metrics
-        if self.dynamic.surplus_lag:
+        if self.dynamic.extra_lag:
             metrics |= lag_metrics(step.groups, step.policy_version, replicas)
             spare = [group for group in step.spare.values() if self._counts(group)]
             kept = [record for part in gather_json(list(map(record_of, spare)), replicas) for record in part]
-            self.surplus.turn_over(step.drawn, kept)
+            self.extra_groups.turn_over(step.drawn, kept)
             metrics["perf/surplus_groups"] = float(len(kept))
         return metrics | self._rewards_of_all(step) | {
             "training/refills": float(step.refills),
@@ -203,12 +210,12 @@ class Collector:
         return metrics
 
     def _go_on(self, step: StepRollouts, partial: PartialRollouts, seed: int, journal: StepJournal) -> bool:
-        """Groups that were put aside, and new ones, until enough are generated; False when asked to stop."""
+        """Unfinished groups, and new ones, until enough are generated; False when asked to stop."""
         version, wanted, groups = step.policy_version, self.prompts_per_step, self.groups
-        begun = self.put_aside.requests(self.source, self.factory, self.group_size)
+        begun = self.unfinished.requests(self.source, self.factory, self.group_size)
         kept: list[Request] = []
         for request in begun:
-            is_too_old = version - begun_by(request, version) > partial.lag
+            is_too_old = version - oldest_version(request, version) > partial.lag
             (step.dropped if is_too_old else kept).append(request)
         drawn = self.source.draw(max(0, partial.at_once - len(kept)))
         kept += [self.factory.request(source, self.group_size, 0) for source in drawn]
@@ -220,7 +227,7 @@ class Collector:
         )
         if result is None:
             return False
-        taken, step.put_aside = gathered(share, result.finished, groups.rollout_group)
+        taken, step.unfinished = gathered(share, result.finished, groups.rollout_group)
         places = {index: place for place, index in enumerate(taken)}
         step.answered = {places[index]: group for index, group in result.finished.items()}
         step.drawn, step.states = [requests[index].source for index in taken], [COUNTS] * len(taken)

@@ -15,7 +15,6 @@ import asyncio
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -44,8 +43,6 @@ class HarnessSettings:
     """Of the leader of a model copy; it listens."""
     masks_edits: bool = False
     """A sample whose harness edited the history is left out, instead of trained on as several sequences."""
-    reference: Callable[[], AbstractContextManager[None]] | None = None
-    """The model has the reference's weights inside it; None where the endpoint does not serve them."""
 
 
 @dataclass
@@ -79,8 +76,6 @@ class Harnesses:
         """Of the leader: the open ones."""
         self.asked: set[asyncio.Task[list[_End]]] = set()
         """Groups that run; of the leader."""
-        self.is_quiet = True
-        """Whether nothing came when `calls` was asked last; the same on all ranks of a model copy."""
 
     @property
     def waiting(self) -> bool:
@@ -113,7 +108,6 @@ class Harnesses:
 
     def calls(self) -> tuple[list[Request], list[int]]:
         """What the harnesses ask for now, and the calls whose answers they want no more. Collective in a model copy."""
-        self.is_quiet = True
         if not self.waiting:
             return [], []
         calls, asides, cancelled, ends = self._news() if self._groups.leads_model else ([], [], [], [])
@@ -124,7 +118,6 @@ class Harnesses:
             calls, asides, cancelled, told_ends = told
             if not self._groups.leads_model:
                 ends = [_End(*end, Grade(r, correct=right, code=code)) for *end, r, right, code in told_ends]
-        self.is_quiet = not (calls or asides or ends)
         requests = [self._request(index, sample, Call(**call)) for index, sample, call in calls]
         requests += [sessionless.request(**aside) for aside in asides]
         for number in cancelled:

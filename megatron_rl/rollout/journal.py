@@ -52,7 +52,7 @@ class RolloutJournal:
         self._staged = staged
         self._dispensable = Dispensable(_WITHOUT)
 
-    def open(self, step: int, header: Mapping[str, Any], surplus: Surplus | None = None) -> StepJournal:
+    def open(self, step: int, header: Mapping[str, Any], extra_groups: ExtraGroups | None = None) -> StepJournal:
         """The journal of ``step``; collective in a model copy.
 
         ``header`` is what must be equal for an earlier start's groups to be taken up again; JSON values only.
@@ -72,7 +72,7 @@ class RolloutJournal:
                 stream = _appending(own, read.get(own, ([], 0))[1], wanted)
         if self._groups.model_group.size() > 1:
             found = dict(broadcast_json(list(found.items()), self._groups.model_leader(), self._groups.model_group))
-        return StepJournal(found, stream, surplus, self._staged, self._dispensable)
+        return StepJournal(found, stream, extra_groups, self._staged, self._dispensable)
 
     def forget(self, step: int) -> None:
         """A checkpoint covers ``step``: the files up to it are not needed any more. One rank calls it."""
@@ -93,14 +93,14 @@ class StepJournal:
         self,
         found: Mapping[int, Record],
         stream: BinaryIO | None = None,
-        surplus: Surplus | None = None,
+        extra_groups: ExtraGroups | None = None,
         staged: StagedRouting | None = None,
         dispensable: Dispensable | None = None,
     ) -> None:
-        """Without a ``stream`` nothing is written; ``surplus`` are groups of earlier steps."""
+        """Without a ``stream`` nothing is written; ``extra_groups`` are groups of earlier steps."""
         self._found = found
         self._stream = stream
-        self._surplus = surplus
+        self._extra_groups = extra_groups
         self._staged = staged
         self._dispensable = dispensable or Dispensable(_WITHOUT)
 
@@ -111,7 +111,7 @@ class StepJournal:
         """
         asked, record = asked_of(request), self._found.get(request.index)
         if record is None or record["asked"] != asked:
-            record = None if self._surplus is None else self._surplus.find(asked)
+            record = None if self._extra_groups is None else self._extra_groups.find(asked)
         if record is None:
             return None
         rollouts = tuple(_rollout(rollout, request.wants_routing) for rollout in record["rollouts"])
@@ -155,7 +155,7 @@ class Records:
         self._records = list(state["groups"])
 
 
-class Surplus(Records):
+class ExtraGroups(Records):
     """Finished groups that no step has used yet. Their prompts come again, and are answered by them."""
 
     def find(self, asked: list[Any]) -> Record | None:

@@ -1,6 +1,6 @@
 """Partial rollouts: a step ends when enough groups are generated, and the others go on in the next step.
 
-    groups in flight    a a | b b b b      a: put aside by the step before, b: drawn now
+    groups in flight    a a | b b b b      a: unfinished after the step before, b: drawn now
     this step           ✓ ✓   ✓ ✓ . .      --grpo-prompts-per-step of them are generated, and trained on
     the next step           . . | c c c c  the others keep their tokens and go on with newer weights
 
@@ -47,7 +47,7 @@ class PartialRollouts:
         """
         if not self.finishes:
             return set()
-        begun = [begun_by(request, policy_version) for request in requests]
+        begun = [oldest_version(request, policy_version) for request in requests]
         order, count = sorted(range(len(begun)), key=lambda place: (begun[place], place)), 0
         for number, place in enumerate(order, start=1):
             if begun[place] == max(begun):
@@ -57,7 +57,7 @@ class PartialRollouts:
         return set(order[: min(count, wanted)])
 
 
-def begun_by(request: Request, policy_version: int) -> int:
+def oldest_version(request: Request, policy_version: int) -> int:
     """The version of the oldest token of its samples; ``policy_version`` where there is none."""
     return min((sample.stretches[0][0] for sample in request.begun if sample.token_ids), default=policy_version)
 
@@ -69,7 +69,7 @@ def is_generated(request: Request) -> bool:
 
 @dataclass
 class Share:
-    """What one replica has to generate in a step; the rest is put aside."""
+    """What one replica has to generate in a step; the rest stays unfinished."""
 
     requests: Sequence[Request]
     """This replica's part of the groups in flight."""
@@ -77,7 +77,7 @@ class Share:
     """Indices of those that must be generated."""
     others: int
     """How many besides, the first ones."""
-    put_aside: list[Request] = field(default_factory=list)
+    unfinished: list[Request] = field(default_factory=list)
 
     def take(self, done: Iterable[Completed], engine: Engine) -> list[Completed]:
         """Those of the generated groups that the step takes; once there are enough of them, ``engine`` is stopped."""
@@ -88,9 +88,9 @@ class Share:
                 self.due.discard(request.index)
                 taken.append((request, completions))
             else:  # generated while what is due was not
-                self.put_aside.append(replace(request, begun=completions))
+                self.unfinished.append(replace(request, begun=completions))
         if not self.due and not self.others and engine.has_unfinished:
-            self.put_aside += engine.interrupt()
+            self.unfinished += engine.interrupt()
         return taken
 
 
@@ -110,7 +110,7 @@ def share_of(
     return Share(own_old + own_rest, {request.index for request in own_old}, others)
 
 
-class PutAside(Records):
+class UnfinishedGroups(Records):
     """The groups in flight between two steps."""
 
     def requests(self, source: PromptSource, factory: RequestFactory, group_size: int) -> list[Request]:
@@ -138,8 +138,8 @@ class PutAside(Records):
 
 
 def gathered(share: Share, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:
-    """Indices of the groups that are generated, and records of those put aside, of all replicas; collective."""
-    own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.begun))}] for r in share.put_aside]
+    """Indices of the groups that are generated, and records of those unfinished, of all replicas; collective."""
+    own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.begun))}] for r in share.unfinished]
     parts = gather_json([list(finished), own], replicas)
     records = sorted((entry for _, part in parts for entry in part), key=lambda entry: entry[0])
     return sorted(index for indices, _ in parts for index in indices), [record for _, record in records]

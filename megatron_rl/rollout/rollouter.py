@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import traceback
@@ -22,7 +23,6 @@ from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.rollout.partial import Share, is_generated
 from megatron_rl.rollout.quota import Quota
-from megatron_rl.rollout.sides import Sides
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completed, Request, RolloutGroup
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN_SECONDS = 0.005
 _WAIT_SECONDS = 0.2
 """Longest wait for an environment when nothing generates: a request to stop must be noticed."""
-_PATIENCE_SECONDS = 0.05
-"""Of an engine without work before it turns to the other side: what comes meanwhile saves an exchange of weights."""
 _EXCHANGE_EVERY = 8
 """Engine steps between two exchanges of ranks that step together: of a request to stop, and of grades where no
 environment replies. Each lets pipeline stages wait for each other, which costs a pass of a lane."""
@@ -133,10 +131,8 @@ class Rollouter:
         finished, started = FinishedGroups(self._tokenizer, journal), time.perf_counter()
         conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, finished)
         samples = _Samples(finished, conversations, Harnesses(self._harnesses, self._groups, finished))
-        sides = Sides(self._engine, None if self._harnesses is None else self._harnesses.reference)
         try:
-            with sides.inside:
-                generated = await self._generate(requests, samples, sides, quota, share)
+            generated = await self._generate(requests, samples, quota, share)
         finally:
             await samples.cancel()
         if generated is None or (quota is not None and quota.was_left):
@@ -146,43 +142,36 @@ class Rollouter:
         return RolloutResult(groups, self._engine.statistics, generated - started, time.perf_counter() - generated)
 
     async def _generate(
-        self, requests: Sequence[Request], samples: _Samples, sides: Sides, quota: Quota | None, share: Share | None
+        self, requests: Sequence[Request], samples: _Samples, quota: Quota | None, share: Share | None
     ) -> float | None:
         """Until there is all that is wanted: when the last token was drawn. None when it was asked to stop."""
         engine, finished = self._engine, samples.finished.groups
         self._begin(requests, samples, share)
-        steps, cancelled, settled, generated = 0, False, False, time.perf_counter()
-        while not cancelled:
+        generated: float | None = time.perf_counter()
+        for steps in itertools.count():
             # Once all groups are finished, nobody waits for what the engine may still have of them.
-            generating = engine.has_unfinished and len(finished) < len(requests)
-            generating, waiting, holds, unsettled = self._together(
-                generating, samples.waiting, bool(sides.held), not settled
+            generating, waiting = self._on_any_copy(
+                engine.has_unfinished and len(finished) < len(requests), samples.waiting
             )
-            idle = not generating and not waiting
+            idle = not (generating or waiting)
             if idle if quota is None else quota.is_met(finished, idle):
                 break
             if generating:
                 self._take(engine.step(), samples, share)
                 samples.harnesses.show(engine)
                 generated = time.perf_counter()
-            elif holds and not unsettled:
-                sides.switch()
             else:
-                await samples.wait(_PATIENCE_SECONDS if sides.held else _WAIT_SECONDS)
+                await samples.wait(_WAIT_SECONDS)
             if not generating or self._heeds_answers(steps):
-                replies, (calls, hung_up) = samples.conversations.replies(), samples.harnesses.calls()
-                for turn in (*replies, *calls):
-                    sides.submit(turn)
-                if hung_up:
-                    sides.cancel(hung_up)
-                settled = not generating and not replies and samples.harnesses.is_quiet
-            steps += 1
-            cancelled = self._must_stop(steps)
+                samples.submit_turns(engine)
+            if self._must_stop(steps + 1):
+                generated = None
+                break
             # Let the connections to the environment server move; where other replicas still generate, let them.
             await asyncio.sleep(_LOOK_AGAIN_SECONDS if idle else 0)
-        if cancelled or quota is not None or self._harnesses is not None:
+        if generated is None or quota is not None or self._harnesses is not None:
             engine.abort()
-        return None if cancelled else generated
+        return generated
 
     def _begin(self, requests: Sequence[Request], samples: _Samples, share: Share | None) -> None:
         """Submit what no earlier start has answered."""
@@ -205,7 +194,7 @@ class Rollouter:
         for request, completions in done if share is None else share.take(done, self._engine):
             samples.conversations.add_turn(request, completions)
 
-    def _together(self, *facts: bool) -> tuple[bool, ...]:
+    def _on_any_copy(self, *facts: bool) -> tuple[bool, ...]:
         """Which of them hold for any of the model copies that share experts; the ranks of one copy know the same."""
         groups = self._groups
         if groups.lockstep_group.size() == groups.model_group.size():
@@ -241,6 +230,14 @@ class _Samples:
     def waiting(self) -> bool:
         """True while an environment's answer is due, the same on all ranks of a model copy."""
         return self.conversations.waiting or self.harnesses.waiting
+
+    def submit_turns(self, engine: Engine) -> None:
+        """Give the engine the turns and calls that came, and take back the calls whose clients hung up."""
+        replies, (calls, hung_up) = self.conversations.replies(), self.harnesses.calls()
+        for turn in (*replies, *calls):
+            engine.submit(turn)
+        if hung_up:
+            engine.cancel(hung_up)
 
     async def wait(self, seconds: float) -> None:
         """Until an environment has answered, or has called; of the leader, the others have nothing to wait for."""

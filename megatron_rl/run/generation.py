@@ -21,7 +21,6 @@ from megatron_rl.run.base import Run
 from megatron_rl.run.endpoint import serve_harnesses
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.types import Request, SamplingParams, SourcedTask
 
 logger = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ def build_engine(
     return RolloutEngine(policy, options, ends, tokenizer.decode, groups)
 
 
-def build_rollouter(run: Run, engine: Engine, reference: ReferencePolicy | None = None) -> Rollouter:
+def build_rollouter(run: Run, engine: Engine) -> Rollouter:
     """Drives the engine and has its samples graded; closed when the run ends."""
     rollouter = Rollouter(
         engine,
@@ -114,7 +113,7 @@ def build_rollouter(run: Run, engine: Engine, reference: ReferencePolicy | None 
         run.stop,
         run.config.training.exit_grace_seconds,
         run.environments.conversations(run.config.rollout.inference_max_seq_length),
-        serve_harnesses(run, reference),
+        serve_harnesses(run),
     )
     run.closing.callback(rollouter.close)
     return rollouter

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.extension import advantage_of, filter_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.attention.kv_numbers import rounded_attention
@@ -17,12 +19,13 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models import BalanceLosses
-from megatron_rl.rollout.collector import Collector, DynamicSampling
+from megatron_rl.rollout.collector import Collector, DynamicSampling, StepRollouts
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.partial import PartialRollouts
 from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.rollout.staged_routing import StagedRouting
+from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, reward_by_environment, rollout_metrics
 from megatron_rl.run.base import Run
 from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import (
@@ -32,13 +35,15 @@ from megatron_rl.run.generation import (
     calibration_requests,
     request_factory,
 )
+from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.teaching import build_advantage, build_scorer, build_teacher
-from megatron_rl.run.training import TrainingParts, TrainingRun, ready, start_training
-from megatron_rl.trainer import PolicyTrainer
+from megatron_rl.run.training import TrainingRun, assemble, start_training
+from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
 from megatron_rl.trainer.parity import ParityGate
-from megatron_rl.trainer.samples import SampleBuilder
+from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.update import Updates
 
 
 @dataclass(kw_only=True)
@@ -63,7 +68,7 @@ class RLRun(TrainingRun):
     def open_journal(self, step: int, seed: int) -> StepJournal:
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
-            return StepJournal({}, surplus=self.collector.surplus)
+            return StepJournal({}, extra_groups=self.collector.extra_groups)
         self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
         header = {
             "seed": seed,
@@ -76,7 +81,30 @@ class RLRun(TrainingRun):
             "environments": self._environment_list,
             "weights": weights_fingerprint(self.policy, self.groups),
         }
-        return self.journal.open(step, header, self.collector.surplus)
+        return self.journal.open(step, header, self.collector.extra_groups)
+
+    def checked_parity(self, step: int, updates: Updates, rewards: StepRewards) -> dict[str, float] | None:
+        """What the parity gate logs where it is due; None where the step is to be done again. Collective."""
+        if not self.parity.is_due(step):
+            return {}
+        with naming_memory(self.config, "update"), self.timer.phase("parity"):
+            report = self.parity.check(updates, rewards)
+            return None if self.parity.act_on(report) else self.parity.logged(step, report)
+
+    def step_metrics(
+        self, rollouts: StepRollouts, rewards: StepRewards, of_update: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Of a step that is done, ``of_update`` among them; its rollouts count from now on. Collective."""
+        replicas, signal = self.groups.rollout_group, rewards.signal[list(rollouts.numbers)].tolist()
+        return {
+            **rollout_metrics(list(rollouts.answered.values()), replicas),
+            **engine_metrics(rollouts.statistics, replicas),
+            **reward_metrics(rewards), **of_update,
+            **reward_by_environment(rollouts.groups, signal, replicas),
+            **environment_metrics(self.environments.counters.since_last_call(), rollouts.failures),
+            **self.collector.commit(rollouts),
+            "timing_s/reward": rollouts.grade_wait_seconds,
+        }  # fmt: skip
 
     @cached_property
     def _environment_list(self) -> str:
@@ -86,27 +114,27 @@ class RLRun(TrainingRun):
 
 def build(base: Run) -> RLRun:
     """The program's parts; collective over the job."""
-    parts, reference = start_training(base)
-    config, policy, groups, phases, states = parts.config, parts.policy, parts.groups, parts.phases, parts.states
+    start, states = start_training(base)
+    config, policy, groups, phases = base.config, base.policy, base.groups, base.phases
     if config.quantization.rl_train_forward == "quantized":
-        parts.closing.enter_context(phases.quantization.aligned())
-    factory = request_factory(config, parts.tokenizer)
-    pools = parts.environments.training_pools()
+        base.closing.enter_context(phases.quantization.aligned())
+    factory = request_factory(config, base.tokenizer)
+    pools = base.environments.training_pools()
     prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
-    formats = states.register("chats", PromptFormats(parts.tokenizer, prompts), optional=True)
+    formats = states.register("chats", PromptFormats(base.tokenizer, prompts), optional=True)
     if groups.is_main:
         formats.warn_of_open_ends(config)
     source = PromptSource(
         pools,
-        lambda task, environment: parts.tokenizer.encode_prompt(task.prompt, environment),
+        lambda task, environment: base.tokenizer.encode_prompt(task.prompt, environment),
         factory.max_prompt_tokens,
         config.training.seed,
     )
     states.register("prompts", source)
-    teacher = build_teacher(parts)
-    engine = build_engine(config, policy, parts.tokenizer, groups, phases.cache_budget_gb())
+    teacher = build_teacher(base, states)
+    engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
-    rollouter, algorithm = build_rollouter(parts, engine, reference), config.algorithm
+    rollouter, algorithm = build_rollouter(base, engine), config.algorithm
     collector = Collector(
         source, factory, rollouter, groups,
         expected_lengths=states.register("expected_lengths", ExpectedLengths(), optional=True),
@@ -117,49 +145,45 @@ def build(base: Run) -> RLRun:
         wants_routing=config.rollout.rl_router_replay,
         partial=_partial_rollouts(config),
     )  # fmt: skip
-    states.register("surplus", collector.surplus, optional=True)
-    states.register("put_aside", collector.put_aside, optional=True)
+    states.register("surplus", collector.extra_groups, optional=True)
+    states.register("put_aside", collector.unfinished, optional=True)
     evaluates = config.training.eval_interval is not None
     scorer = build_scorer(config, policy, groups, BalanceLosses.of(config, policy.device))
     advantage = advantage_of(config)
     baseline = "teacher" if teacher is not None else getattr(advantage, "BASELINE", "group")
-    return ready(
-        RLRun(
-            **vars(parts),
-            source=source,
-            collector=collector,
-            samples=SampleBuilder(
-                baseline, algorithm.rl_keep_zero_variance_groups, groups, algorithm.rl_truncated == "mask",
-                getattr(advantage, "reward_names", ()), config.environment.rl_max_failed_share,
-            ),
-            trainer=PolicyTrainer(
-                parts.optimization, scorer, build_advantage(config), PolicyObjective.of(config),
-                algorithm.grpo_iterations, reference if algorithm.grpo_kl_beta > 0 else None, groups, parts.timer,
-                teacher, _critic(parts),
-                algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
-            ),
-            parity=_parity_gate(parts, scorer, engine),
-            evaluator=build_evaluator(parts, rollouter) if evaluates else None,
-            journal=_journal(parts),
-        )
-    )
+    return assemble(
+        RLRun, base, start, states,
+        source=source,
+        collector=collector,
+        samples=SampleBuilder(
+            baseline, algorithm.rl_keep_zero_variance_groups, groups, algorithm.rl_truncated == "mask",
+            getattr(advantage, "reward_names", ()), config.environment.rl_max_failed_share,
+        ),
+        trainer=PolicyTrainer(
+            start.optimization, scorer, build_advantage(config), PolicyObjective.of(config),
+            algorithm.grpo_iterations, start.reference, groups, base.timer, teacher, _critic(base, start.critic),
+            algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
+        ),
+        parity=_parity_gate(base, scorer, engine),
+        evaluator=build_evaluator(base, rollouter) if evaluates else None,
+        journal=_journal(base),
+    )  # fmt: skip
 
 
-def _critic(parts: TrainingParts) -> Critic | None:
-    if parts.critic is None:
+def _critic(base: Run, critic: Optimization | None) -> Critic | None:
+    if critic is None:
         return None
-    model = parts.critic.policy
-    balance = BalanceLosses.of(parts.config, model.device, of_critic=True)
-    scorer = ValueScorer(model, parts.groups, balance)
-    return Critic(parts.critic, scorer, ValueObjective(parts.config.critic.rl_critic_clip_range))
+    balance = BalanceLosses.of(base.config, critic.policy.device, of_critic=True)
+    scorer = ValueScorer(critic.policy, base.groups, balance)
+    return Critic(critic, scorer, ValueObjective(base.config.critic.rl_critic_clip_range))
 
 
 def _dynamic_sampling(config: RLConfig) -> DynamicSampling | None:
     algorithm = config.algorithm
     if not algorithm.rl_dynamic_sampling:
         return None
-    surplus_lag = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
-    return DynamicSampling(filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, surplus_lag)
+    extra_lag = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
+    return DynamicSampling(filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, extra_lag)
 
 
 def _partial_rollouts(config: RLConfig) -> PartialRollouts | None:
@@ -170,21 +194,21 @@ def _partial_rollouts(config: RLConfig) -> PartialRollouts | None:
     return PartialRollouts(algorithm.rl_oversampling, int(algorithm.rl_generation_lag), finishes)
 
 
-def _parity_gate(parts: TrainingParts, scorer: Scorer, engine: Engine) -> ParityGate:
+def _parity_gate(base: Run, scorer: Scorer, engine: Engine) -> ParityGate:
     rounded = None
-    if parts.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine | StagedEngine):
-        rounded = partial(rounded_attention, parts.policy.layers, engine.kv_numbers)
-    return ParityGate(parts.config, scorer, parts.phases.quantization, parts.groups.data_group, rounded)
+    if base.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine | StagedEngine):
+        rounded = partial(rounded_attention, base.policy.layers, engine.kv_numbers)
+    return ParityGate(base.config, scorer, base.phases.quantization, base.groups.data_group, rounded)
 
 
-def _journal(parts: TrainingParts) -> RolloutJournal | None:
-    if parts.config.checkpoint.save_interval is None or parts.config.algorithm.rl_partial_rollouts:
+def _journal(base: Run) -> RolloutJournal | None:
+    if base.config.checkpoint.save_interval is None or base.config.algorithm.rl_partial_rollouts:
         return None
-    groups, layout, staged = parts.groups, parts.policy.layout, None
-    if groups.pipeline_group.size() > 1 and parts.config.rollout.rl_router_replay:
+    groups, layout, staged = base.groups, base.policy.layout, None
+    if groups.pipeline_group.size() > 1 and base.config.rollout.rl_router_replay:
         own = tuple(layer.index for layer in layout.layers)
         staged = StagedRouting(own, layout.architecture.num_layers, groups)
-    journal = RolloutJournal(parts.directory.journal, groups, staged)
-    if parts.groups.is_main:
-        journal.forget(parts.progress.step)  # a kill may have come between the checkpoint and this
+    journal = RolloutJournal(base.directory.journal, groups, staged)
+    if base.groups.is_main:
+        journal.forget(base.progress.step)  # a kill may have come between the checkpoint and this
     return journal

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_rl.checkpoint.run_state import Origin, run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
@@ -21,10 +21,9 @@ from megatron_rl.run.base import Run
 from megatron_rl.run.generation import evaluate
 from megatron_rl.run.progress import note_signal
 from megatron_rl.run.settings import Settings
-from megatron_rl.run.weights import start_weights
+from megatron_rl.run.weights import Start, start_weights
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.supervised import DemonstrationSource
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,8 @@ class StepResult:
 
 
 @dataclass(kw_only=True)
-class TrainingParts(Run):
-    """What a training program starts from and adds its own parts to."""
+class TrainingRun(Run):
+    """What both training programs have."""
 
     optimization: Optimization
     critic: Optimization | None
@@ -53,21 +52,15 @@ class TrainingParts(Run):
     states: StateRegistry
     """What a checkpoint holds besides weights and optimizer."""
     batches: BatchBuilder
+    source: PromptSource | DemonstrationSource
+    trainer: PolicyTrainer | SupervisedTrainer
+    evaluator: Evaluator | None
+    """None without `--eval-interval`."""
 
     @property
     def updates_begun(self) -> int:
         """Times that this process has begun to write an update into any weights."""
         return self.optimization.updates_begun + (0 if self.critic is None else self.critic.updates_begun)
-
-
-@dataclass(kw_only=True)
-class TrainingRun(TrainingParts):
-    """What both training programs have."""
-
-    source: PromptSource | DemonstrationSource
-    trainer: PolicyTrainer | SupervisedTrainer
-    evaluator: Evaluator | None
-    """None without `--eval-interval`."""
 
     def committed(self, step: int) -> None:
         """Called on the main rank once a checkpoint of ``step`` counts."""
@@ -131,8 +124,8 @@ class TrainingRun(TrainingParts):
             logger.warning("NOT SAVED: %s; the run goes on", error)
 
 
-def start_training(base: Run) -> tuple[TrainingParts, ReferencePolicy | None]:
-    """Weights, optimizer, and the states that the run goes on from; collective. The reference where it is asked."""
+def start_training(base: Run) -> tuple[Start, StateRegistry]:
+    """Weights, optimizer, and the states that the run goes on from; collective."""
     config, quantization = base.config, base.phases.quantization
     start = start_weights(config, base.policy, base.checkpoints, base.groups, quantization)
     base.answers_end_also_at(start.end_token_ids)
@@ -141,24 +134,24 @@ def start_training(base: Run) -> tuple[TrainingParts, ReferencePolicy | None]:
     states.register("progress", base.progress)
     states.register("quantization", quantization)
     base.phases.hold_training(start.optimization, start.critic)
-    bin_size = config.training.rl_sequence_packing_bin_size
-    parts = TrainingParts(
+    return start, states
+
+
+AnyRun = TypeVar("AnyRun", bound=TrainingRun)
+
+
+def assemble(program: type[AnyRun], base: Run, start: Start, states: StateRegistry, **own: Any) -> AnyRun:
+    """The run of ``program``, with its ``own`` parts, which has everything that it needs: the next thing is a step."""
+    config, bin_size = base.config, base.config.training.rl_sequence_packing_bin_size
+    run = program(
         **vars(base),
         optimization=start.optimization,
         critic=start.critic,
         origin=start.origin,
         states=states,
         batches=BatchBuilder(bin_size, config.sequence_shares, base.policy.device, base.groups, config.stages),
+        **own,
     )
-    return parts, start.reference
-
-
-AnyRun = TypeVar("AnyRun", bound=TrainingRun)
-
-
-def ready(run: AnyRun) -> AnyRun:
-    """``run``, which has everything that it needs: the next thing is a step."""
-    states = run.states
     if run.evaluator is not None:
         states.register("expected_held_out_lengths", run.evaluator.expected_lengths, optional=True)
     states.register("random", RandomState(), resume=not run.config.checkpoint.no_load_rng)

@@ -130,22 +130,22 @@ def _read_reference(
     if not wanted.weights:  # an earlier version saved it without them
         logger.warning("%s does not say what its run started from: the reference is %s", directory, found.path)
     elif not wanted.is_of(found.weights):
-        raise CheckpointError(_another(config.reference_flag, directory, state, found))
+        raise CheckpointError(_another(directory, state, found))
     logger.info("reference policy: %s", found.path or "the random weights that the run began with")
     return replace(found, weights={**wanted.weights, **found.weights})
 
 
-def _another(flag: str, directory: Path, state: RunState, found: Origin) -> str:
+def _another(directory: Path, state: RunState, found: Origin) -> str:
     if found.kind == "drawn":
         return (
             f"the run of {str(directory)!r} began with random weights (seed {state.seed}), which are the reference of "
-            f"{flag}, and this start draws others; use the same --seed and number format, or leave the flag out"
+            "--grpo-kl-beta, and this start draws others; use the same --seed and number format, or leave the flag out"
         )
     began_with = state.origin.path or "random weights"
     return (
         f"{found.path!r} has other weights than {began_with!r} had when the run of {str(directory)!r} began with them; "
-        f"they are the reference of {flag}: name a directory that has them with --pretrained-checkpoint or --load-hf, "
-        "or leave the flag out"
+        "they are the reference of --grpo-kl-beta: name a directory that has them with --pretrained-checkpoint or "
+        "--load-hf, or leave the flag out"
     )
 
 

@@ -1,6 +1,6 @@
 """A harness says what the same task says turn by turn: token for token, on one rank and on several.
 
-That its samples are judged amid their turns, by the policy and by the reference, changes none of it.
+That its samples are judged amid their turns, by the policy, changes none of it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from tests.support.toy import toy_run
 
 TALKS = {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, "rl_eval_max_new_tokens": 40}
 """An answer beside the sessions may have as many as one of an evaluation."""
-JUDGED = TALKS | {"rl_serve_reference": True}
 
 
 class Judged:
-    """`test_conversations.answer` as a harness that asks both models about the same letters after each first turn."""
+    """`test_conversations.answer` as a harness that asks the model about the same letters after each first turn."""
 
     def __init__(self) -> None:
-        self.verdicts: list[tuple[str, str, str]] = []
-        """Model, prompt and answer, in the order of the steps."""
+        self.verdicts: list[tuple[str, str]] = []
+        """Prompt and answer, in the order of the steps."""
 
     async def run_all(self, environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
         """The samples of a group beside each other, each with a client of its own."""
@@ -42,9 +41,8 @@ class Judged:
     async def judge(self, client: openai.AsyncOpenAI, sample: int) -> None:
         """Greedy, outside of the session."""
         own, prompt = client.with_options(base_url=re.sub("/sessions/[^/]+", "", str(client.base_url))), "abcd"[sample:]
-        for model in ("policy", "reference"):
-            said = await own.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=4)
-            self.verdicts.append((model, prompt, said.choices[0].text))
+        said = await own.completions.create(model="policy", prompt=prompt, temperature=0, max_tokens=4)
+        self.verdicts.append((prompt, said.choices[0].text))
 
 
 async def converse(run: HarnessRun, judged: Judged) -> Grade:
@@ -74,7 +72,7 @@ async def give_up(run: HarnessRun) -> None:
 def run_harnesses(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str, Any]:
     """Two steps of training: what was said in them, and the metrics; as `test_conversations.talk`."""
     groups, judged = join(tensor_size, stages, **changes), Judged()
-    run = toy_run(toy_config(groups, {**JUDGED, **changes}), groups, run_harness=judged.run_all)
+    run = toy_run(toy_config(groups, {**TALKS, **changes}), groups, run_harness=judged.run_all)
     return steps_of(run, groups) | {"verdicts": judged.verdicts}
 
 
@@ -124,7 +122,7 @@ def test_replicas_agree_on_the_harnesses_that_count() -> None:
 
 def _assert_the_same(reports: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     _assert_the_same_steps(reports, expected)
-    _assert_two_judges(reports)
+    _assert_judged_by_the_policy(reports)
 
 
 def _assert_the_same_steps(reports: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -136,16 +134,15 @@ def _assert_the_same_steps(reports: Sequence[dict[str, Any]], expected: dict[str
                 assert own["metrics"][name] == pytest.approx(alone["metrics"][name], rel=0, abs=1e-5), name
 
 
-def _assert_two_judges(reports: Sequence[dict[str, Any]]) -> None:
-    """They are one at the first step; then the policy is another, and the reference is not."""
-    said: dict[str, dict[str, set[str]]] = {"policy": {}, "reference": {}}
+def _assert_judged_by_the_policy(reports: Sequence[dict[str, Any]]) -> None:
+    """As it is at each of the two steps."""
+    said: dict[str, set[str]] = {}
     for report in reports:
-        for model, prompt, answer in report["verdicts"]:
-            said[model].setdefault(prompt, set()).add(answer)
-    assert len(said["reference"]) == 4
-    assert all(len(answers) == 1 for answers in said["reference"].values()), said
-    assert all(answers <= said["policy"][prompt] for prompt, answers in said["reference"].items()), said
-    assert any(len(answers) > 1 for answers in said["policy"].values()), said
+        for prompt, answer in report["verdicts"]:
+            said.setdefault(prompt, set()).add(answer)
+    assert len(said) == 4
+    assert all(len(answers) <= 2 for answers in said.values()), said
+    assert any(len(answers) == 2 for answers in said.values()), said
 
 
 async def run_oddly(environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:

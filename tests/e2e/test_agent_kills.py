@@ -1,6 +1,6 @@
 """A run of harnesses that is killed amid their calls and started again is the run that was never killed: to the bit.
 
-Half of them are judged by the reference policy, which is read again at each start.
+Half of them are judged by the policy itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLAGS = {
     "train_iters": STEPS, "save_interval": 1, "eval_interval": STEPS, "rl_prompts_per_eval": 2,
     "rl_samples_per_eval_prompt": 1, "use_distributed_optimizer": True, "grpo_group_size": 2, "global_batch_size": 4,
     "rl_max_new_tokens": 6, "rl_loss_aggregation": "sequence-mean", "rl_log_rollouts": 4, "resume": True,
-    "rl_serve_reference": True, "rl_max_failed_share": 0.9,
+    "rl_max_failed_share": 0.9,
 }  # fmt: skip
 BRANCHING = {"environment": "tests.support.e2e_environments:Branching"}
 KILLS = [Kill(0, "call_answered", 9), Kill(1, "sample_ended", 3), Kill(0, "journal_written", 1)]
@@ -28,7 +28,7 @@ for the group of the last kill."""
 
 def test_nothing_tells_it_from_the_run_that_was_never_killed(workshop: Any) -> None:
     """Weights, optimizer, counters, random states, metrics and every recorded sequence."""
-    environments = workshop.environments("agents", [BRANCHING, judged_by_the_reference(workshop.folder)])
+    environments = workshop.environments("agents", [BRANCHING, judged_by_the_policy(workshop.folder)])
     chats = {"chat_template": workshop.folder / "chats.jinja"}
     chats["chat_template"].write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     stories = [
@@ -54,11 +54,11 @@ def test_nothing_tells_it_from_the_run_that_was_never_killed(workshop: Any) -> N
     assert not list((killed / "journal").glob("*"))
 
 
-def judged_by_the_reference(folder: Path) -> dict[str, Any]:
+def judged_by_the_policy(folder: Path) -> dict[str, Any]:
     """The first digit that it says to the answer is the reward; without one there is none."""
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{number}+1="}) + "\n" for number in range(8)))
-    judge = {"url": "reference", "prompt": "{answer}=", "verdict": r"(\d)", "highest": 9.0, "max_tokens": 6}
+    judge = {"prompt": "{answer}=", "verdict": r"(\d)", "highest": 9.0, "max_tokens": 6}
     options = {"path": str(rows), "prompt": "question", "chat": False, "judge": judge}
     return {"environment": "judge", "args": options, "run_deadline": 120}
 

@@ -96,7 +96,7 @@ class Rollouts:
         share = share_of(requests, due, self.wanted, ExpectedLengths(), 0, 1)
         tokens = self._generate(share)
         self.work += self.engine.statistics
-        self.begun = sorted(share.put_aside, key=lambda request: request.index)
+        self.begun = sorted(share.unfinished, key=lambda request: request.index)
         self.version += 1
         return tokens
 

@@ -179,7 +179,8 @@ def test_what_is_no_completion_is_asked_again(server, body):
     [
         ({"urll": "http://a/v1"}, "has no key 'urll'; did you mean 'url'?"),
         ({"url": "host/v1"}, "give http"),
-        ({"url": "reference", "deadline": 5.0}, "deadline is for judges at a URL, and url is reference"),
+        ({"url": "reference"}, "url is 'reference'; give http.* or policy"),
+        ({"url": "policy", "deadline": 5.0}, "deadline is for judges at a URL, and url is policy"),
         ({"url": 3}, "must be of type str"),
         ({"attempts": True}, "must be of type int"),
         ({"url": "http://a/v1", "attempts": 0}, "attempts is 0; it must be at least 1"),

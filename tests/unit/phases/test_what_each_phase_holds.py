@@ -31,7 +31,7 @@ SHARDED = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "everything leaves": {},
     "state waits on the host": {"rl_offload_optimizer_during_inference": True},
-    "weights stay": {"rl_serve_reference": True},
+    "weights stay": {"rl_keep_in_rollouts": ("weights",)},
     "all stays": {"rl_keep_in_rollouts": ("weights", "gradients")},
     "overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "calibrated": {"rl_rollout_quantization": "int8_smooth"},

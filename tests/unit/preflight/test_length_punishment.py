@@ -63,15 +63,15 @@ def test_harnesses_where_they_cannot_run(tmp_path, flags, wanted):
     assert [wanted in problem.text for problem in problems] == [True] * (wanted is not None)
 
 
-@pytest.mark.parametrize(("serves", "url"), [(True, "reference"), (False, "reference"), (False, "policy")])
-def test_a_judge_that_nobody_serves(tmp_path, serves, url):
+@pytest.mark.parametrize(("url", "is_served"), [("reference", False), ("policy", True)])
+def test_a_judge_that_nobody_serves(tmp_path, url, is_served):
     (tmp_path / "rows.jsonl").write_text('{"q": "2+3?"}\n' * 2)
     path = tmp_path / "list.yaml"
     options = f"path: {tmp_path}/rows.jsonl, prompt: q, held_out: 0, judge: {{url: {url}}}"
     path.write_text(f"- {{environment: judge, args: {{{options}}}}}\n")
-    problems = environment_problems(tiny_config(langrl_env_config=path, rl_serve_reference=serves), tokenizer=None)
-    wanted = "judge: its judge is the reference policy; add --rl-serve-reference (of RL), or give it a URL"
-    assert [problem.text for problem in problems] == [wanted] * (url == "reference" and not serves)
+    problems = environment_problems(tiny_config(langrl_env_config=path), tokenizer=None)
+    wanted = "url is 'reference'; give http(s)://HOST/v1 (of `megatron-rl serve`, or another), or policy"
+    assert [wanted in problem.text for problem in problems] == [True] * (not is_served)
 
 
 @pytest.mark.parametrize(("both", "refused"), [(True, False), (False, True)])

@@ -14,7 +14,7 @@ from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.collector import Collector, DynamicSampling
 from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.rollout.journal import StepJournal, Surplus
+from megatron_rl.rollout.journal import ExtraGroups, StepJournal
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory, TaskPool
 from megatron_rl.rollout.quota import Quota
 from megatron_rl.rollout.rollouter import RolloutResult
@@ -69,18 +69,18 @@ def source() -> PromptSource:
 
 
 def collector(
-    answers: Answers, groups: ParallelGroups, wanted: int = 3, at_once: int = 5, refills: int = 2, surplus_lag: int = 0
+    answers: Answers, groups: ParallelGroups, wanted: int = 3, at_once: int = 5, refills: int = 2, extra_lag: int = 0
 ) -> Collector:
     return Collector(
         source(), RequestFactory(SamplingParams(), 100), answers, groups, ExpectedLengths(),
         prompts_per_step=wanted, group_size=2, max_failed_share=0.5,
-        dynamic=DynamicSampling(signal.Filter(), at_once, refills, surplus_lag),
+        dynamic=DynamicSampling(signal.Filter(), at_once, refills, extra_lag),
     )  # fmt: skip
 
 
 def step(made: Collector, version: int = 0) -> tuple[str, SimpleNamespace]:
     """The tasks of the groups that count."""
-    found = made.collect(1, version, StepJournal({}, surplus=made.surplus))
+    found = made.collect(1, version, StepJournal({}, extra_groups=made.extra_groups))
     assert found.numbers == tuple(range(len(found.groups)))
     return "".join(group.source.task.id for group in found.groups), found
 
@@ -147,34 +147,34 @@ def test_a_stop_during_a_refill_leaves_no_trace(one_rank: ParallelGroups) -> Non
     assert made.source.position() == before
 
 
-def test_surplus_is_used_by_the_next_step(one_rank: ParallelGroups) -> None:
+def test_extra_groups_are_used_by_the_next_step(one_rank: ParallelGroups) -> None:
     answers = Answers(good="abcdefg")
-    made = collector(answers, one_rank, surplus_lag=1)
+    made = collector(answers, one_rank, extra_lag=1)
     _, found = step(made)
     assert made.commit(found)["perf/surplus_groups"] == 2
-    resumed = Surplus()
-    resumed.load_state_dict(made.surplus.state_dict())
-    made.surplus = resumed
+    resumed = ExtraGroups()
+    resumed.load_state_dict(made.extra_groups.state_dict())
+    made.extra_groups = resumed
     tasks, found = step(made)
     assert (tasks, answers.known) == ("def", ["d", "e"])
     made.commit(found)
-    assert [record["asked"][1] for record in made.surplus.state_dict()["groups"]] == ["g"]
+    assert [record["asked"][1] for record in made.extra_groups.state_dict()["groups"]] == ["g"]
 
 
-def test_surplus_that_is_found_again_is_kept_once(one_rank: ParallelGroups) -> None:
-    made = collector(Answers(good=LETTERS), one_rank, wanted=1, surplus_lag=1)
+def test_extra_groups_that_are_found_again_are_kept_once(one_rank: ParallelGroups) -> None:
+    made = collector(Answers(good=LETTERS), one_rank, wanted=1, extra_lag=1)
     for kept in ("bcde", "cdef"):
         made.commit(step(made)[1])
-        assert [record["asked"][1] for record in made.surplus.state_dict()["groups"]] == list(kept)
+        assert [record["asked"][1] for record in made.extra_groups.state_dict()["groups"]] == list(kept)
 
 
 @pytest.mark.parametrize(("lag", "ages"), [(1, [0, 1, 0, 1, 0, 0]), (3, [0, 1, 2, 3, 0, 0])])
-def test_surplus_is_as_old_as_it_may_be_and_its_age_is_logged(
+def test_extra_groups_are_as_old_as_they_may_be_and_their_age_is_logged(
     one_rank: ParallelGroups, lag: int, ages: list[int]
 ) -> None:
     """Of a to e one is wanted in each step: without a bound the ages would be 0, 1, 2, 3, 4, 4."""
     answers = Answers(good=LETTERS)
-    made = collector(answers, one_rank, wanted=1, surplus_lag=lag)
+    made = collector(answers, one_rank, wanted=1, extra_lag=lag)
     for version, age in enumerate(ages):
         answers.known = []
         tasks, found = step(made, version)
@@ -189,7 +189,7 @@ def test_what_is_dropped_is_answered_again(one_rank: ParallelGroups) -> None:
     made.commit(step(made)[1])
     assert step(made)[0] == "def"
     assert answers.known == []
-    assert made.surplus.state_dict() == {"groups": []}
+    assert made.extra_groups.state_dict() == {"groups": []}
 
 
 def test_lengths_are_learnt_of_what_was_needed(one_rank: ParallelGroups) -> None:

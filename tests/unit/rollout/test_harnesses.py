@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -58,19 +57,10 @@ class Stage:
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
-        models = ("policy", "reference")
-        self.endpoint = Endpoint(toy_tokenizer(), max_sequence_length=40, max_new_tokens=8, models=models)
+        self.endpoint = Endpoint(toy_tokenizer(), max_sequence_length=40, max_new_tokens=8)
         self.endpoint.start()
         self.engine, self.stop = Engine(), StopRequest()
         self.attempts = 0
-        self.sides: list[str] = []
-        """What the engine turned to, and the prompts it was asked before."""
-
-    @contextlib.contextmanager
-    def reference(self) -> Iterator[None]:
-        self.sides.append(f"reference after {len(self.engine.requests)}")
-        yield
-        self.sides.append(f"policy after {len(self.engine.requests)}")
 
     async def run_all(self, play: Play, runs: Sequence[HarnessRun]) -> list[Grade]:
         self.attempts += 1
@@ -92,7 +82,7 @@ class Stage:
         async def run_all(_: str, runs: Sequence[HarnessRun]) -> list[Grade]:
             return await self.run_all(play, runs)
 
-        settings = HarnessSettings({"agent"}, run_all, self.endpoint, masks_edits, self.reference)
+        settings = HarnessSettings({"agent"}, run_all, self.endpoint, masks_edits)
         rollouter = Rollouter(self.engine, toy_tokenizer(), self._groups, None, self.stop, harnesses=settings)
         try:
             sampling = SamplingParams(max_new_tokens=6)
@@ -332,54 +322,6 @@ def test_a_judge_asks_beside_the_session(stage: Stage) -> None:
     assert (rollout.grade.reward, rollout.completion.token_ids, rollout.branches) == (1.0, ids("c$"), ())
     aside = stage.engine.requests[-1]
     assert (aside.sampling.greedy, aside.sampling.max_new_tokens, aside.prompt_ids) == (True, 3, ids("kc"))
-
-
-def test_the_reference_is_asked_when_nothing_else_is_left(stage: Stage) -> None:
-    """All samples that judge at first are one batch, and so are all later turns of the policy."""
-
-    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
-        said = await ask(client, "ab")
-        own = client.with_options(base_url=stage.endpoint.base_url())
-        verdict = (await own.completions.create(model="reference", prompt=f"k{said}", temperature=0)).choices[0].text
-        await ask(client, f"ab{said}x")
-        return Grade(float(verdict == "d"))
-
-    rollouts = stage.run(play, samples=8).groups[0].rollouts
-    assert [(r.grade.reward, r.completion.token_ids) for r in rollouts] == [(1.0, ids("c$xy$"))] * 8
-    assert [r.of_reference for r in stage.engine.requests] == [False] * 8 + [True] * 8 + [False] * 8
-    assert stage.sides == ["reference after 8", "policy after 16"]
-
-
-@pytest.mark.parametrize("ending", ["reward", "stop"])
-def test_a_rollout_that_ends_on_the_other_side_comes_back(stage: Stage, ending: str) -> None:
-    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
-        await ask(client, "ab")
-        own = client.with_options(base_url=stage.endpoint.base_url())
-        judging = asyncio.create_task(own.completions.create(model="reference", prompt="kz"))
-        try:
-            while not stage.sides:
-                await asyncio.sleep(0.001)
-            stage.stop.reason = "SIGTERM" if ending == "stop" else ""
-            await asyncio.sleep(60 if ending == "stop" else 0)
-        finally:
-            judging.cancel()
-            await asyncio.gather(judging, return_exceptions=True)
-        return Grade(1.0)
-
-    result = stage.run(play)
-    assert (result is None) == (ending == "stop")
-    assert stage.sides == ["reference after 1", "policy after 2"]
-    assert not stage.engine.has_unfinished
-
-
-def test_no_session_has_the_reference(stage: Stage) -> None:
-    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
-        with pytest.raises(openai.NotFoundError, match="no model 'reference' in a session; here is 'policy'"):
-            await client.completions.create(model="reference", prompt="ab")
-        assert [model.id async for model in client.models.list()] == ["policy", "reference"]
-        return Grade(None, code="no_calls")
-
-    assert stage.run(play).groups[0].rollouts[0].grade.code == "no_calls"
 
 
 def test_a_finished_group_comes_back_and_a_failed_one_runs_again(stage: Stage, tmp_path: Path) -> None:

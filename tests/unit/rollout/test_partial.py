@@ -12,12 +12,12 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.partial import (
     PartialRollouts,
-    PutAside,
     Share,
-    begun_by,
+    UnfinishedGroups,
     gathered,
     is_generated,
     lag_metrics,
+    oldest_version,
     share_of,
 )
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory, TaskPool
@@ -47,8 +47,8 @@ def places(versions: Sequence[int | None], now: int, lag: int, wanted: int = 2, 
 
 def test_the_oldest_token_says_how_old_a_group_is() -> None:
     mixed = request(0, sample(6, 7, older=((4, 2), (5, 3))), sample(4, 5, ends=True))
-    assert begun_by(mixed, 9) == 4
-    assert begun_by(request(0), 9) == begun_by(request(0, sample(0, 3), sample(0, 3)), 9) == 9
+    assert oldest_version(mixed, 9) == 4
+    assert oldest_version(request(0), 9) == oldest_version(request(0, sample(0, 3), sample(0, 3)), 9) == 9
     assert not is_generated(mixed)
     assert not is_generated(request(0))
     assert is_generated(request(0, sample(6, 7, ends=True), sample(1, 4, ends=True)))
@@ -128,18 +128,18 @@ def test_a_share_takes_the_first_and_waits_for_what_is_due() -> None:
     assert [r.index for r, _ in share.take([done(3), done(0)], engine)] == [0, 3]
     assert share.take([done(2)], engine) == []
     assert engine.has_unfinished
-    assert [r.index for r in share.put_aside] == [2]
-    assert is_generated(share.put_aside[0])
+    assert [r.index for r in share.unfinished] == [2]
+    assert is_generated(share.unfinished[0])
     engine.unfinished = [request(4)]
     assert [r.index for r, _ in share.take([done(1)], engine)] == [1]
     assert not engine.has_unfinished
-    assert [r.index for r in share.put_aside] == [2, 4]
+    assert [r.index for r in share.unfinished] == [2, 4]
 
 
 def test_a_share_of_nothing_stops_at_once() -> None:
     engine, share = Interrupted(request(1)), Share([], due=set(), others=0)
     assert share.take([], engine) == []
-    assert [r.index for r in share.put_aside] == [1]
+    assert [r.index for r in share.unfinished] == [1]
 
 
 def source(*tasks: str) -> PromptSource:
@@ -147,11 +147,11 @@ def source(*tasks: str) -> PromptSource:
     return PromptSource([pool], lambda *_: (1, 2), 8, seed=1)
 
 
-def put_aside(groups: ParallelGroups, *requests: Request) -> PutAside:
+def unfinished(groups: ParallelGroups, *requests: Request) -> UnfinishedGroups:
     """As a checkpoint gives it back."""
-    share = Share([], due=set(), others=0, put_aside=list(requests))
+    share = Share([], due=set(), others=0, unfinished=list(requests))
     _, records = gathered(share, [], groups.rollout_group)
-    kept, resumed = PutAside(), PutAside()
+    kept, resumed = UnfinishedGroups(), UnfinishedGroups()
     kept.turn_over(records)
     resumed.load_state_dict(kept.state_dict())
     return resumed
@@ -159,7 +159,7 @@ def put_aside(groups: ParallelGroups, *requests: Request) -> PutAside:
 
 def test_groups_come_back_in_the_order_in_which_they_were_drawn(one_rank: ParallelGroups) -> None:
     older = sample(5, 7, older=((6, 2),))
-    kept = put_aside(one_rank, request(4, older, sample(2, 6, ends=True), task="b"), request(1, task="c"))
+    kept = unfinished(one_rank, request(4, older, sample(2, 6, ends=True), task="b"), request(1, task="c"))
     first, second = kept.requests(source("a", "b", "c"), FACTORY, 2)
     assert (first.source.task.id, first.index, first.begun) == ("c", 0, ())
     assert (second.source.task.id, second.index) == ("b", 1)
@@ -173,7 +173,7 @@ def test_what_no_longer_fits_is_dropped(
     one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture, tasks: str, group_size: int, longest: int
 ) -> None:
     """Five tokens of a sample that goes on are too many for a limit of five."""
-    kept = put_aside(one_rank, request(0, sample(5, 7), sample(1, 7), task="b"))
+    kept = unfinished(one_rank, request(0, sample(5, 7), sample(1, 7), task="b"))
     factory = RequestFactory(SamplingParams(max_new_tokens=longest), 16)
     assert kept.requests(source(*tasks), factory, group_size) == []
     assert "1 of 1 groups that were begun are dropped" in caplog.text

@@ -49,12 +49,10 @@ class Call:
     """The caller's, without a session."""
     wants_progress: bool
     """It is streamed: `Endpoint.progress` is wanted."""
-    model: str = ""
-    """One of `Limits.models`."""
 
 
 Aside = Callable[..., Awaitable[Any]]
-"""`Desk.aside`."""
+"""`PendingCalls.aside`."""
 Shower = Callable[[int, tuple[int, ...]], None]
 """Takes the number of a choice and all its tokens so far."""
 
@@ -63,8 +61,8 @@ Shower = Callable[[int, tuple[int, ...]], None]
 class Limits:
     """What the endpoint can do."""
 
-    models: tuple[str, ...]
-    """Names; sessions have the first."""
+    model: str
+    """Its name."""
     max_sequence_length: int
     max_new_tokens: int
     sampling: SamplingParams
@@ -95,7 +93,7 @@ def usage_of(waiting: Sequence[Waiting], n: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Desk:
+class PendingCalls:
     """Sessions and calls, by id and number."""
 
     def __init__(
@@ -135,12 +133,10 @@ class Desk:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def check_model(self, name: str, session: str | None = None) -> None:
-        """404 for another than there are, or in a session for another than is trained."""
-        models = self.limits.models if session is None else self.limits.models[:1]
-        if name not in models:
-            here = " and ".join(map(repr, models))
-            known = f"there is no model {shorten(name)}{'' if session is None else ' in a session'}; here is {here}"
+    def check_model(self, name: str) -> None:
+        """404 for another than there is."""
+        if name != self.limits.model:
+            known = f"there is no model {shorten(name)}; here is {self.limits.model!r}"
             raise ApiError(404, "model_not_found", known, "model")
 
     async def ask_chat(self, session: str | None, request: ChatRequest, show: Shower | None) -> list[Waiting]:
@@ -174,7 +170,7 @@ class Desk:
         show: Shower | None,
     ) -> list[Waiting]:
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
-        self.check_model(asked.model, session)
+        self.check_model(asked.model)
         numbers: list[int] = []
         begun: list[Planned] = []
         with ExitStack() as refused:  # or hung up meanwhile
@@ -232,7 +228,7 @@ class Desk:
         sampling = None if session is not None else sampling_of(asked, limits.sampling, most)
         return Call(
             number, session, planned.after, planned.ids, choice if session is None else planned.branch, most,
-            asked.stop, sampling, asked.seed if session is None else None, asked.stream, asked.model,
+            asked.stop, sampling, asked.seed if session is None else None, asked.stream,
         )  # fmt: skip
 
     def _session(self, session: str | None) -> Session:
