@@ -104,6 +104,11 @@ class Endpoint:
         self._streams.difference_update(cancelled)
         return cancelled
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls without an answer whose clients wait, taken or not."""
+        return len(self._pending.waiting)
+
     async def wait(self, timeout: float) -> None:
         """Until there is a call, for ``timeout`` seconds at most."""
         await self._inbox.wait(timeout)

@@ -105,7 +105,7 @@ class PendingCalls:
         self._sessions: dict[str, Session] = {}
         self._parsers: dict[str, str] = {}
         """Of calls of tools, by environment."""
-        self._waiting: dict[int, Waiting] = {}
+        self.waiting: dict[int, Waiting] = {}
         self._numbers = itertools.count()
         self._aborted: ApiError | None = None
         self._reader = ThreadPoolExecutor(1, "endpoint-texts")
@@ -188,9 +188,9 @@ class PendingCalls:
         for index, (number, planned) in enumerate(zip(numbers, begun, strict=True)):
             call = self._call(number, session, planned, asked, index % asked.n)
             answer = asyncio.get_running_loop().create_future()
-            self._waiting[number] = Waiting(call, planned.num_read, reader, answer, show and partial(show, index))
+            self.waiting[number] = Waiting(call, planned.num_read, reader, answer, show and partial(show, index))
             self._put(call)
-            waiting.append(self._waiting[number])
+            waiting.append(self.waiting[number])
         return waiting
 
     async def _planned(self, plan: Callable[[], list[Planned]], param: str) -> list[Planned]:
@@ -243,7 +243,7 @@ class PendingCalls:
 
     def deliver(self, number: int, completion: Completion) -> None:
         """Of a call that nobody waits for any more it is forgotten."""
-        waiting = self._waiting.pop(number, None)
+        waiting = self.waiting.pop(number, None)
         if waiting is None:
             return
         session = None if waiting.call.session is None else self._sessions[waiting.call.session]
@@ -251,14 +251,14 @@ class PendingCalls:
 
     def progress(self, number: int, token_ids: tuple[int, ...]) -> None:
         """All tokens of a call so far."""
-        waiting = self._waiting.get(number)
+        waiting = self.waiting.get(number)
         if waiting is not None and waiting.show is not None:
             waiting.show(token_ids)
 
     def leave(self, all_waiting: Sequence[Waiting]) -> None:
         """The client of these is gone: what is not answered is as if it had never been asked."""
         for waiting in all_waiting:
-            if waiting.call.number in self._waiting:
+            if waiting.call.number in self.waiting:
                 self._forget(waiting)
 
     def abort(self, why: str) -> None:
@@ -267,14 +267,14 @@ class PendingCalls:
         self._fail(self._aborted, lambda waiting: True)
 
     def _fail(self, error: ApiError, concerned: Callable[[Waiting], bool]) -> None:
-        for waiting in [waiting for waiting in self._waiting.values() if concerned(waiting)]:
+        for waiting in [waiting for waiting in self.waiting.values() if concerned(waiting)]:
             self._forget(waiting)
             waiting.answer.set_exception(error)
             waiting.answer.exception()  # one choice of several tells the client; asyncio would log the others
 
     def _forget(self, waiting: Waiting) -> None:
         number = waiting.call.number
-        del self._waiting[number]
+        del self.waiting[number]
         self._drop(number)
         session = self._sessions.get(waiting.call.session or "")
         if session is not None:

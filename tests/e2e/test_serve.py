@@ -119,7 +119,7 @@ def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) ->
     steps_alone = statistics.decode_steps - before
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(ask, number) for number in range(16)]
-        while len(endpoint._pending._waiting) < 16:
+        while endpoint.num_waiting < 16:
             time.sleep(0.01)
         together = _while_serving(generator, endpoint, lambda: [each.result() for each in asked])
     steps_together = statistics.decode_steps - before - steps_alone
@@ -140,7 +140,7 @@ def _hangs_up(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -
         if engine.statistics.decode_steps > steps[0] and not drawing.is_set():
             drawing.set()
             asked.result(60)
-            while endpoint._pending._waiting:
+            while endpoint.num_waiting:
                 time.sleep(0.01)
             steps.append(engine.statistics.decode_steps)
         return drawing.is_set() and not engine.has_unfinished

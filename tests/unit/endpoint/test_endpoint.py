@@ -101,7 +101,7 @@ def test_asynchronous_clients_are_answered_together(tokenizer):
     async def ask_all(endpoint: Endpoint) -> list[str]:
         asked = openai.AsyncOpenAI(base_url=endpoint.base_url(), api_key=endpoint.token)
         answers = [asyncio.create_task(asked.chat.completions.create(**ASK)) for _ in range(16)]
-        while len(endpoint._pending._waiting) < 16:
+        while endpoint.num_waiting < 16:
             await asyncio.sleep(0.01)
         waiting.wait(30)
         return [(await answer).choices[0].message.content for answer in answers]

@@ -48,10 +48,10 @@ def test_a_client_that_hangs_up(tokenizer, caplog, stream):
         connection = _connect(endpoint, session, stream=stream, n=2)
         first, second = _take(endpoint, 2)
         endpoint.deliver(first.number, completion(tokenizer, "3"))
-        _await(lambda: len(endpoint._pending._waiting) == 1)
+        _await(lambda: endpoint.num_waiting == 1)
         assert endpoint.take_cancelled() == []
         connection.close()
-        _await(lambda: not endpoint._pending._waiting)
+        _await(lambda: not endpoint.num_waiting)
         assert (endpoint.take_cancelled(), endpoint.take_cancelled()) == ([second.number], [])
         endpoint.progress(second.number, [70, 71])
         endpoint.deliver(second.number, completion(tokenizer, "3"))
@@ -65,9 +65,9 @@ def test_a_client_that_hangs_up(tokenizer, caplog, stream):
 def test_who_hangs_up_before_its_call_was_taken(tokenizer):
     with listening(tokenizer) as endpoint:
         connection = _connect(endpoint, endpoint.open_session(""))
-        _await(lambda: endpoint._pending._waiting)
+        _await(lambda: endpoint.num_waiting)
         connection.close()
-        _await(lambda: not endpoint._pending._waiting)
+        _await(lambda: not endpoint.num_waiting)
         assert (endpoint.take(), endpoint.take_cancelled()) == ([], [])
 
 
@@ -91,7 +91,7 @@ def test_calls_that_wait_when_the_endpoint_closes(tokenizer):
     with listening(tokenizer) as endpoint, ThreadPoolExecutor(2) as pool:
         plain = pool.submit(post, endpoint, ASK | {"n": 2})
         streamed = pool.submit(lambda: [*client(endpoint).chat.completions.create(**ASK, stream=True)])
-        _await(lambda: len(endpoint._pending._waiting) == 3)
+        _await(lambda: endpoint.num_waiting == 3)
         endpoint.close()
         assert plain.result(30).status_code == 503
         assert "the endpoint closes" in plain.result().json()["error"]["message"]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.loader import _checked_class
+from megatron_rl.environments.loader import find_environment
 from megatron_rl.errors import ConfigError
 
 
@@ -99,7 +99,8 @@ def test_attributes_of_a_class_have_the_bounds_of_the_list(name, value, wanted):
     assert getattr(type("Fine", (Plain,), {name: getattr(Plain, name)}).from_options({}), name) == getattr(Plain, name)
 
 
-def test_a_name_of_a_class_has_the_bound_of_the_list():
+def test_a_name_of_a_class_has_the_bound_of_the_list(monkeypatch):
+    monkeypatch.setattr(Plain, "name", "a" * 5000)
     with pytest.raises(ConfigError, match="to match .*, at most 100 characters") as refused:
-        _checked_class(type("Long", (Plain,), {"name": "a" * 5000}), "x")
+        find_environment(f"{__name__}:Plain")
     assert len(str(refused.value)) < 500

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import aiohttp
 import pytest
 
 from megatron_rl.environments import client as client_module
@@ -112,8 +113,10 @@ def test_grades_come_back_in_order(server):
 
 
 def test_a_group_that_is_too_large_for_a_request_goes_in_several(server, monkeypatch):
-    sent, send = [], client_module._send
-    monkeypatch.setattr(client_module, "_send", lambda *given: (sent.append(given[3]), send(*given))[1])
+    sent, send = [], aiohttp.ClientSession.request
+    monkeypatch.setattr(
+        aiohttp.ClientSession, "request", lambda *given, data: (sent.append(data), send(*given, data=data))[1]
+    )
     task = replace(ITEM[0], data={"tests": "x" * 2000})
     items = [(task, Transcript(text, "stop", 1)) for text in ("a", "abcd", "ab", "abc", "")]
     for part, sizes in ((client_module.PART, [5]), (5000, [1, 2, 2]), (1, [1] * 5)):

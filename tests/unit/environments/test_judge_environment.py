@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 
+import httpx
 import pytest
 
 from megatron_rl.environments.harness import run_harness
@@ -46,9 +47,16 @@ def test_the_policy_grades_itself_outside_of_its_session(options):
 
 
 @pytest.mark.parametrize("base", ["http://h:1/sessions/a-b/v1", "http://h:1/sessions/a-b/v1/", "http://h:1/v1"])
-def test_the_url_of_the_policy_without_its_session(base):
-    asking = Judge(JudgeSettings(), openai.OpenAI(base_url=base, api_key="k"))
-    assert (asking._url, asking._key) == ("http://h:1/v1/chat/completions", "k")
+def test_the_url_of_the_policy_without_its_session(base, monkeypatch):
+    asked = []
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        asked.append((str(request.url), request.headers["Authorization"]))
+        return httpx.Response(200, json={"choices": [{"message": {"content": "8"}}]})
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)
+    Judge(JudgeSettings(), openai.OpenAI(base_url=base, api_key="k")).verdict("q", "a")
+    assert asked == [("http://h:1/v1/chat/completions", "Bearer k")]
 
 
 def test_the_judge_reads_question_answer_and_reference(options):
