@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.dist_files import DistFiles
-from megatron_rl.checkpoint.torch_files import (
-    MODEL_FILE,
-    RELEASE,
-    has_rank_files,
-    is_megatron_layout,
-    read,
-    split_of,
-)
+from megatron_rl.checkpoint.torch_files import MODEL_FILE, has_rank_files, is_megatron_layout, read, split_of
 from megatron_rl.errors import CheckpointError, shorten
 from megatron_rl.user_files import read_json
 
@@ -96,8 +89,3 @@ def unbuilt(directory: Path) -> Iterator[str]:
             f"checkpoint {str(directory)!r} was made with {name} {shorten(value)}, which is not built here; take a "
             "model without it"
         )
-
-
-def pointer_text(directory: Path) -> str:
-    """What the pointer says where it names ``directory``."""
-    return RELEASE if directory.name == RELEASE else str(int(directory.name.partition("_")[2]))

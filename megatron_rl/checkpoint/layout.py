@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_atomic
-from megatron_rl.checkpoint.foreign import check_files, is_foreign, pointer_text
+from megatron_rl.checkpoint.foreign import check_files, is_foreign
 from megatron_rl.checkpoint.torch_files import RELEASE
 from megatron_rl.errors import CheckpointError
 from megatron_rl.user_files import read_json, read_text
@@ -142,7 +142,7 @@ def _pointed_at(entries: Sequence[Path]) -> Path:
     except ValueError as error:
         raise CheckpointError(f"{str(pointer)!r} {error}; {advice}") from error
     for directory in entries:
-        if pointer_text(directory) == named:
+        if named == (RELEASE if directory.name == RELEASE else str(step_of(directory))):
             check_files(directory)
             return directory
     there = ", ".join(path.name for path in entries)

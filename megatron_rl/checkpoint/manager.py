@@ -198,12 +198,12 @@ class CheckpointManager:
         optimization: Optimization | None = None,
         critic: tensors.Model | None = None,
     ) -> None:
-        if is_megatron_layout(directory) and optimization is None:
-            load_weights(directory, policy, self._groups)
-        elif is_megatron_layout(directory):
-            torch_format.load(directory, policy, self._groups, optimization)
-        else:
+        if not is_megatron_layout(directory):
             tensors.load(directory, policy, optimization, critic)
+        elif optimization is None:
+            load_weights(directory, policy, self._groups)
+        else:
+            torch_format.load(directory, policy, self._groups, optimization)
 
     def _newest_of_own(self) -> Path | None:
         if not step_entries(self._root):
