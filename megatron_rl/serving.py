@@ -9,8 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from megatron_rl.endpoint.calls import Call, Endpoint
-from megatron_rl.endpoint.sessionless import request, told
+from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
 from megatron_rl.generation import Generator
 from megatron_rl.inference.engine import Engine
 from megatron_rl.parallel.collectives import broadcast_json
@@ -27,14 +26,14 @@ def serve(generator: Generator, endpoint: Endpoint | None, stop: Callable[[], bo
     while True:
         calls = None if endpoint is None else _news(endpoint, engine, stop)
         # Without a seed of the caller no two calls have the same.
-        rows = [told(call, secrets.token_hex(8)) for call in calls or ()]
+        rows = [outside_sessions(call, secrets.token_hex(8)) for call in calls or ()]
         news = None if calls is None else (rows, endpoint.take_cancelled())
         news = news if alone else broadcast_json(news, source=0)
         if news is None:
             return
         rows, cancelled = news
         for row in rows:
-            engine.submit(request(**row))
+            engine.submit(request_of(**row))
         engine.cancel(cancelled)
         answers = engine.step() if engine.has_unfinished else []
         if endpoint is not None:

@@ -13,7 +13,9 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from megatron_rl.endpoint.pending_calls import Call as Call
 from megatron_rl.endpoint.pending_calls import Limits, PendingCalls
@@ -21,7 +23,7 @@ from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, SamplingParams
+from megatron_rl.types import Completion, Request, SamplingParams, SourcedTask, Task
 
 POLICY = "policy"
 
@@ -130,6 +132,24 @@ class Endpoint:
         """The same for all of them; reads the device for those alone."""
         for request, token_ids in engine.unfinished_tokens(lambda request: request.call in self._streams):
             self.progress(request.call, token_ids)
+
+
+# Calls outside sessions: nobody trains on their answers, and their callers say how they are drawn.
+
+
+def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
+    """JSON values for `request_of`, so that all ranks make the same of a call; ``seed`` where its caller gives none."""
+    return {
+        "number": call.number, "ids": call.ids, "sampling": asdict(call.sampling), "choice": call.branch,
+        "seed": seed if call.seed is None else f"seed {call.seed}",
+    }  # fmt: skip
+
+
+def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int) -> Request:
+    """What the engine is asked for."""
+    source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
+    params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
+    return Request(source, tuple(ids), 1, params, goes_on=True, call=number, branch=choice)
 
 
 class Inbox:

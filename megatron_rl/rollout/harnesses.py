@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megatron_rl.endpoint import sessionless
-from megatron_rl.endpoint.calls import Call, Endpoint
+from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.parallel import ParallelGroups
@@ -119,7 +118,7 @@ class Harnesses:
             if not self._groups.leads_model:
                 ends = [_End(*end, Grade(r, correct=right, code=code)) for *end, r, right, code in told_ends]
         requests = [self._request(index, sample, Call(**call)) for index, sample, call in calls]
-        requests += [sessionless.request(**aside) for aside in asides]
+        requests += [request_of(**aside) for aside in asides]
         for number in cancelled:
             self._sample_of.pop(number, None)
         for end in ends:
@@ -181,7 +180,7 @@ class Harnesses:
         calls = [(*self._sessions[c.session], vars(c)) for c in taken if c.session is not None]
         # Of judges. Their prompts are their seeds, so that a step that is done again has the same verdicts.
         asides = [
-            sessionless.told(c, f"{zlib.crc32(array('q', c.ids).tobytes()):08x}") for c in taken if c.session is None
+            outside_sessions(c, f"{zlib.crc32(array('q', c.ids).tobytes()):08x}") for c in taken if c.session is None
         ]
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
