@@ -201,8 +201,6 @@ class Request:
     """The call of the endpoint that waits for it; None of what the rollout itself asks for."""
     branch: int = 0
     """Of the sample's calls with the very same prompt each has another, and so random numbers of its own."""
-    of_reference: bool = False
-    """The reference policy is asked, not the policy."""
     begun: tuple[Completion, ...] = ()
     """Of a request that `Engine.interrupt` gave back: its samples so far, one each, from which they go on."""
 

@@ -62,11 +62,6 @@ class RolloutQuantization:
         if self._aligned:
             self.linears.refresh()
 
-    def follow(self) -> None:
-        """Weights have changed amid a rollout: make the copies anew that it runs on, if any; collective likewise."""
-        if self.linears.is_installed:
-            self.linears.update()
-
     def release(self) -> None:
         """Give the memory of the copies up until they are used again; those of aligned training stay."""
         if not self._aligned:

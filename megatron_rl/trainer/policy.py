@@ -53,7 +53,7 @@ class TrainOutcome:
 
 
 class ReferencePolicy:
-    """The frozen policy of the KL penalty, and of judges: a host copy of the first weights, swapped in for a while.
+    """The frozen policy of the KL penalty: a host copy of the first weights, swapped in for a while.
 
     Values move, storage does not: optimizer buffers and captured graphs keep pointing at the
     parameters. While the reference is in, the policy's own values wait on the host, and they come
@@ -76,18 +76,6 @@ class ReferencePolicy:
             yield
         finally:
             self._write(own)
-
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """`swapped_in` amid a rollout, with all copies that it runs on; collective over the lockstep group.
-
-        Where something is raised inside only the weights come back: a rank that makes copies may wait for one that is
-        gone.
-        """
-        with self.swapped_in():
-            self._copies.follow()
-            yield
-        self._copies.follow()
 
     def _write(self, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
