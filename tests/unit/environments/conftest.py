@@ -18,6 +18,7 @@ from megatron_rl.environments.loading_child import survey
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.wire import Address, read_address
 from megatron_rl.errors import ConfigError
+from tests.support.dataset_files import REWARDS
 
 HERE = Path(__file__).parent
 
@@ -108,3 +109,11 @@ def is_gone(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a file of rewards."""
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(REWARDS)
+    return tmp_path
