@@ -77,9 +77,9 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     options = EngineOptions(**sizes | dict(case.get("options", {})))
     engine = build(policy, options, groups)
     lanes = engine.lanes if isinstance(engine, StagedEngine) else []
-    # Every reach: a mask of more keys than there are may add up in another order.
-    reaches = range(1, options.max_sequence_length + 1)
-    recorders = [taped(lane, policy, key_lengths=reaches) for lane in lanes if case.get("tapes")]
+    # Every key length: a mask of more keys than there are may add up in another order.
+    lengths = range(1, options.max_sequence_length + 1)
+    recorders = [taped(lane, policy, key_lengths=lengths) for lane in lanes if case.get("tapes")]
     for lane in lanes if case.get("refused") == groups.stage else ():
         graphs = lane.runner.graphs
         graphs.parts = [partial(reading, part) for part in graphs.parts]
@@ -107,13 +107,7 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
             engine.begin(seed, 0)
             for request in requests:
                 engine.submit(request)
-            if case.get("cancels"):
-                completions = drain_cancelling(engine, requests)
-            else:
-                paused = case.get("pauses", False)
-                completions = drain_with_pauses(engine, requests, seed) if paused else drain(engine, requests)
-            if case.get("turns"):
-                completions += second_turns(engine, requests, completions)
+            completions = complete(engine, requests, case, seed)
         report[f"tokens {seed}"] = [c.token_ids for group in completions for c in group]
         report[f"logprobs {seed}"] = [c.inference_logprobs for group in completions for c in group]
         report[f"endings {seed}"] = [c.finish_reason for group in completions for c in group]
@@ -131,6 +125,17 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     report["lanes"] = len(lanes) or 1
     report["audit"] = [(row.layer, row.ran) for rows in audits for row in rows]
     return report
+
+
+def complete(engine: Any, requests: list[Any], case: Mapping[str, Any], seed: int) -> list[Any]:
+    """The completions of each request, cancelled, interrupted or gone on with as the case has it."""
+    if case.get("cancels"):
+        completions = drain_cancelling(engine, requests)
+    elif case.get("pauses"):
+        completions = drain_with_pauses(engine, requests, seed)
+    else:
+        completions = drain(engine, requests)
+    return completions + second_turns(engine, requests, completions) if case.get("turns") else completions
 
 
 def reading(part: Part, *step: Any) -> None:

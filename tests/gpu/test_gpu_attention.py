@@ -69,12 +69,15 @@ class TestCompiled(KernelChecks):
         torch.testing.assert_close(*pages.extended(self.kernel, starts), **self.low)
 
 
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("name", NAMES)
-def test_packed(name):
+def test_packed(name, window):
     """Outputs and gradients in bf16 against sdpa's in fp32."""
     backend = backend_here(name)
     if backend.packed is None:
         pytest.skip(f"{name} has no packed kernel")
+    if window is not None and not backend.packed.windows:
+        pytest.skip(f"{name} has no sliding windows")
     lengths = [3, 1, 300, 64]
     borders = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     positions = torch.cat([torch.arange(length, device="cuda") for length in lengths])
@@ -82,7 +85,7 @@ def test_packed(name):
     results = []
     for kernel, dtype in ((backend.packed, torch.bfloat16), (BACKENDS.get("sdpa").packed, torch.float32)):
         tensors = [x.bfloat16().to(dtype).requires_grad_() for x in exact]
-        out = kernel.attend(*tensors, kernel.prepare(lengths, borders, positions))
+        out = kernel.attend(*tensors, kernel.plan(lengths, borders, positions, window))
         gradients = torch.autograd.grad(out.float().square().sum(), tensors)
         results.append([x.float() for x in (out, *gradients)])
     for actual, expected in zip(*results, strict=True):
