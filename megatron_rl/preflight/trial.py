@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import CLIPPED, Extension, StepRewards, TokenBatch
-from megatron_rl.algorithms.batch import Aggregation
+from megatron_rl.algorithms.batch import Aggregation, CriticValues, Packing, Sample
 from megatron_rl.algorithms.covariance import PicksTokens
 from megatron_rl.algorithms.extension import Baseline, Composed, advantage_of, correction_of, filter_of, loss_of
 from megatron_rl.config import RLConfig
@@ -79,34 +79,39 @@ def call_once(config: RLConfig, field: str, device: str = "cpu") -> None:
         raise ConfigError([Problem(flag, f"{shown} {did}; {getattr(error, 'should', '') or should}")]) from error
 
 
-def four_tokens(config: RLConfig, device: torch.device, **further: Tensor | None) -> TokenBatch:
+def four_tokens(config: RLConfig, device: torch.device, **further: Any) -> TokenBatch:
     """Two samples of one group, a prompt token and an answer token each, of which the first is the better one.
 
     The prompts' log-probs are NaN: P0 is masked, A0 counts, Q0 is masked, B0 counts.
     """
-    zeros, of_sequences = torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    old, both = torch.tensor([torch.nan, -1.0, torch.nan, -1.0]), torch.ones(2, dtype=torch.bool)
+    old, both = torch.tensor([torch.nan, -1.0, torch.nan, -1.0], device=device), torch.ones(2, dtype=torch.bool)
+    first, zeros = torch.tensor([1.0, 0.0], device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    is_answer, positions, parts = ~old.isnan(), torch.arange(4, device=device) % 2, further.pop("parts", None)
+    packing = Packing(
+        lengths=(2, 2), cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32, device=device), position_ids=positions,
+        sequence_index=torch.arange(4, device=device) // 2,
+    )  # fmt: skip
+    step = StepRewards(first.cpu(), both, zeros[:2].cpu(), both[:1], both, torch.ones(2, dtype=torch.int64), parts)
+    drawn = old.nan_to_num(0.0)
+    samples = Sample(
+        zeros, is_answer, drawn, zeros, None, first, (0, 1), zeros[:2], zeros[:2], torch.zeros_like(both).to(device)
+    )
     given = {
-        "token_ids": zeros, "position_ids": torch.tensor([0, 1, 0, 1]), "versions": zeros,
-        "cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32), "sequence_index": torch.tensor([0, 0, 1, 1]),
-        "loss_mask": torch.tensor([0.0, 1.0, 0.0, 1.0]), "rewards": torch.tensor([0.0, 1.0, 0.0, 0.0]),
-        "inference_logprobs": old.nan_to_num(0.0), "old_logprobs": old, "entropy": -old,
-        "sequence_numbers": of_sequences, "tokens_elsewhere": of_sequences, "truncated": ~both,
-        "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        "old_logprobs": old, "entropy": -old, "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0], device=device),
         "ref_logprobs": old if config.wants_reference else None,
         "teacher_logprobs": old if config.wants_teacher else None,
-        "values": -old.nan_to_num(0.0) if config.wants_critic else None, "end_values": both.float(), **further,
+        "critic": CriticValues(-drawn, both.to(device).float()) if config.wants_critic else None,
     }  # fmt: skip
-    parts = given.pop("parts", None)
-    step = StepRewards(torch.tensor([1.0, 0.0]), both, of_sequences, both[:1], both, of_sequences + 1, parts)
-    moved = {name: None if value is None else value.to(device) for name, value in given.items()}
-    return TokenBatch(lengths=(2, 2), sample_ids=(0, 1), step=step, **moved)
+    return TokenBatch(
+        packing=packing, loss_mask=is_answer.float(), inference_logprobs=drawn, samples=samples,
+        rewards=torch.tensor([0.0, 1.0, 0.0, 0.0], device=device), step=step, **given | further,
+    )  # fmt: skip
 
 
 def _loss(config: RLConfig, device: torch.device) -> None:
     loss, current = loss_of(config), torch.tensor([torch.nan, -1.01, torch.nan, -0.99], device=device)
     _constant(LOSSES, config.algorithm.rl_policy_loss, loss, "AGGREGATION", get_args(Aggregation))
-    picked = torch.tensor([False, True, False, False]) if isinstance(loss, PicksTokens) else None
+    picked = torch.tensor([False, True, False, False], device=device) if isinstance(loss, PicksTokens) else None
     batch = four_tokens(config, device, current_logprobs=current.requires_grad_(), picked=picked)
     per_token, gradient = _values(loss(batch), batch, "loss"), None
     if per_token.requires_grad:
