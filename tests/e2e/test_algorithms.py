@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES
 from tests.support.checkpoints import state_of
-from tests.support.runs import Outcome, rows_of, run_many
+from tests.support.runs import Outcome, records_of, rows_of, run_many
 
 TWO_PASSES = {
     "grpo_iterations": 2, "global_batch_size": 8, "rl_keep_zero_variance_groups": True,
@@ -136,7 +135,7 @@ def test_truncated_answers_are_masked_where_that_is_asked(workshop, outcomes):
     used: dict[str, list[bool]] = {}
     for name in ("base", "filter_signal"):
         files = (workshop.run_dir(name) / "rollouts").glob("step_*.jsonl")
-        cut = [row for path in files for row in read_rows(path) if row["finish_reason"] == "length"]
+        cut = [row for path in files for row in records_of(path) if row["finish_reason"] == "length"]
         used[name] = [row["advantage"] is not None for row in cut]
     assert any(used["base"])
     assert used["filter_signal"] and not any(used["filter_signal"])

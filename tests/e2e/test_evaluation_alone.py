@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.metrics.jsonl import read_rows
-from tests.support.runs import Outcome, facts_of, rows_of, run_many
+from tests.support.runs import Outcome, facts_of, records_of, rows_of, run_many
 from tests.unit.metrics.test_report_html import embedded_data
 
 MODULE = "tests.support.e2e_environments"
@@ -72,7 +71,7 @@ def test_the_answers_are_in_the_report(outcomes, workshop):
     outcomes["alone"].check()
     run_dir = workshop.run_dir("alone")
     assert [path.name for path in (run_dir / "rollouts").iterdir()] == ["eval_000000.jsonl"]
-    rows = read_rows(run_dir / "rollouts" / "eval_000000.jsonl")
+    rows = records_of(run_dir / "rollouts" / "eval_000000.jsonl")
     assert [row["environment"] for row in rows] == ["digits"] * 9 + ["unreliable"] * 8
     assert [(row["sample"], row["greedy"]) for row in rows[:3]] == [(0, False), (1, False), (0, True)]
     [shown] = report_of(run_dir)["rollouts"]

@@ -184,3 +184,8 @@ def _agree_on_a_port(agreed: Path) -> None:
 
 if __name__ == "__main__":
     _main(Path(sys.argv[1]))
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The samples in a file of ``rollouts/``."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

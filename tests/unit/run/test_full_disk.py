@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.reporting import Reporter
 from megatron_rl.types import Grade
 from tests.support.forks import run_python
+from tests.support.runs import records_of
 from tests.support.tiny import tiny_config
 from tests.unit.metrics.test_rollout_records import make_group
 from tests.unit.rollout.test_journal import largest_file
@@ -47,7 +47,7 @@ def test_records_that_do_not_fit_are_told_once_and_written_when_they_fit(
     assert caplog.text.count("cannot be written (File too large): the run goes on without its records") == 1
     assert list(directory.rollouts.iterdir()) == []
     reporter.records(3, groups, str, (0, 1), [])
-    assert len(read_rows(directory.rollouts_path(3))) == 3
+    assert len(records_of(directory.rollouts_path(3))) == 3
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
