@@ -191,10 +191,8 @@ def test_what_cannot_work_is_one_line_each_and_nothing_is_built(workshop):
     cases = dict(BAD)
     if importlib.util.find_spec("transformer_engine") is not None:
         del cases["transformer engine"]
-    commands = [
-        [*workshop.rl("bad", **flags), "--check", "--check-world-size", str(flags.get("tensor_model_parallel_size", 1))]
-        for flags, _ in cases.values()
-    ]
+    world = {"tiles": ["--check-world-size", "2"]}
+    commands = [[*workshop.rl("bad", **flags), "--check", *world.get(name, [])] for name, (flags, _) in cases.items()]
     whole = workshop.rl("bad", **BAD["pattern"][0])  # without --check, too
     # --check-world-size is for other machines; here a GPU would have to be.
     library = workshop.rl("bad", attention_backend="flash")

@@ -38,8 +38,8 @@ def test_a_package_that_is_missing_or_old_is_an_error_with_its_command(capsys, m
     code, found = _report(capsys)
     assert code == 1
     assert found["flask-restful"][0] == "error"
-    assert found["flask-restful"][1].endswith("pip install 'flask-restful>=0.3.10'")
-    assert found["numpy"] == ("error", "1.0 is installed, >=1.26 is needed; pip install 'numpy>=1.26'")
+    assert found["flask-restful"][1].endswith("pip install 'flask-restful<0.4,>=0.3.10'")
+    assert found["numpy"] == ("error", "1.0 is installed, <3,>=1.26 is needed; pip install 'numpy<3,>=1.26'")
     assert found["wandb"][0] == "warning"
 
 

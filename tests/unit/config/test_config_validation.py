@@ -75,10 +75,6 @@ ONE_PROBLEM = [
         ["--global-batch-size 12", "32 samples", "8 prompts x 4 completions", "use 8 or 16"],
     ),
     ({"global_batch_size": "64"}, 1, ["--global-batch-size 64", "32 samples of a rollout", "use 32"]),
-    (
-        {"grpo_prompts_per_step": "1000000", "grpo_group_size": "1000"}, 1,
-        ["1000000 x --grpo-group-size 1000", "1,000,000,000 samples", "10,000,000"],
-    ),
     ({"kv_channels": "7"}, 1, ["--kv-channels 7 gives 7 numbers", "in pairs", "even number"]),
     ({"rotary_percent": "0.1"}, 1, ["--kv-channels 8 (from", "--rotary-percent 0.1 gives 0 numbers", "even number"]),
     ({"rl_stop_strings=": True}, 1, ["--rl-stop-strings has an empty text", "leave it out"]),

@@ -86,7 +86,7 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], probl
     assert cli.main(["estimate", *command(*flags)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "problem(s) in the configuration:\n" in err
+    assert "problem(s) in the configuration" in err
     assert problem in err
 
 
@@ -147,7 +147,7 @@ def test_a_recipe_by_its_path_says_which_tiles_it_wants(
     assert "absent.py:RECIPE' cannot be imported" in capsys.readouterr().err
     for asked in ("--estimate", "--check"):
         assert main(["train_rl.py", asked, *flags[:-1], "wide.py:Wide"]) == 2
-        assert "wide.py:Wide is a class; name an instance" in capsys.readouterr().err
+        assert "name an instance" in capsys.readouterr().err
 
 
 def test_a_shape_that_is_absent_is_named(capsys: pytest.CaptureFixture[str]) -> None:

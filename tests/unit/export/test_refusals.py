@@ -62,7 +62,7 @@ def test_several_files_without_an_index(source: Path, tmp_path: Path) -> None:
 
 def test_no_config(source: Path, tmp_path: Path) -> None:
     (source / "config.json").unlink()
-    refused(source, tmp_path / "out", "config.json", "missing")
+    refused(source, tmp_path / "out", "config.json", "cannot be read")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "", "[" * 20_000], ids=["cut", "list", "empty", "deep"])
