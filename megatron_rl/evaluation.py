@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.layout import step_of
-from megatron_rl.config import RLConfig
-from megatron_rl.preflight.starts import evaluated
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import build_evaluator_alone, evaluate
+from megatron_rl.run.preflight.starts import evaluated
 from megatron_rl.run.weights import end_tokens_of, read_first_weights
 
 

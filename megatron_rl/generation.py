@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, shorten
 from megatron_rl.inference.engine import Engine
-from megatron_rl.models import build_model
-from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
-from megatron_rl.parallel.collectives import any_rank, collect_json
-from megatron_rl.phases import Phases
+from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
-from megatron_rl.preflight.inputs import open_tokenizer
+from megatron_rl.platform.collectives import any_rank, collect_json
+from megatron_rl.platform.groups import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.run.generation import build_engine, calibration_requests, evaluation_factory
+from megatron_rl.run.memory.phases import Phases
+from megatron_rl.run.preflight.inputs import open_tokenizer
 from megatron_rl.run.weights import end_tokens_of, read_first_weights
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Message, Prompt, Request, SourcedTask, Task

@@ -15,18 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.config import RLConfig, notes, read_config, typed_settings
-from megatron_rl.config.rules import teacher_layout_problems
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig, typed_settings
+from megatron_rl.config.rules import notes, teacher_layout_problems
 from megatron_rl.environments.child import die_with_parent
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
-from megatron_rl.estimate import estimate, size_problems
-from megatron_rl.estimate_table import report_text
 from megatron_rl.families import model_directory
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
-from megatron_rl.preflight import preflight
-from megatron_rl.preflight.inputs import open_tokenizer, vocabulary
-from megatron_rl.preflight.machine import (
+from megatron_rl.run.memory.estimate import estimate, size_problems
+from megatron_rl.run.memory.estimate_table import report_text
+from megatron_rl.run.preflight import preflight
+from megatron_rl.run.preflight.inputs import open_tokenizer, vocabulary
+from megatron_rl.run.preflight.machine import (
     backend_problems,
     is_for_other_machines,
     lock,
@@ -37,8 +38,8 @@ from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog, describe
 
 if TYPE_CHECKING:  # torch is imported where it is first needed, so that --check and --help stay quick
-    from megatron_rl.parallel import ParallelGroups
     from megatron_rl.platform import Platform
+    from megatron_rl.platform.groups import ParallelGroups
 
 logger = logging.getLogger("megatron_rl")
 
@@ -167,9 +168,9 @@ def _run(
         raise ConfigError(every_problem(config, problems, int(os.environ.get("WORLD_SIZE", "1"))))
     import torch
 
-    from megatron_rl.parallel import initialize, shut_down
-    from megatron_rl.parallel.collectives import broadcast_json
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.collectives import broadcast_json
+    from megatron_rl.platform.groups import initialize, shut_down
 
     platform = current_platform()
     if not platform.is_cuda and "OMP_NUM_THREADS" not in os.environ:

@@ -29,11 +29,11 @@ from megatron_rl.user_files import read_text
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms import Extension, GroupFilter
-    from megatron_rl.attention.backend import Backend
     from megatron_rl.environments.grading import Grader
+    from megatron_rl.environments.tool_calls.parser import Parser
     from megatron_rl.families.family import Family
+    from megatron_rl.models.attention.backend import Backend
     from megatron_rl.quantization.recipe import Recipe
-    from megatron_rl.tool_calls.parser import Parser
 
 T = TypeVar("T")
 
@@ -199,7 +199,7 @@ LOSSES: Registry[type[Extension]] = Registry("policy loss", "megatron_rl.algorit
 CORRECTIONS: Registry[type[Extension]] = Registry("correction", "megatron_rl.algorithms.corrections", "Correction")
 FILTERS: Registry[type[GroupFilter]] = Registry("group filter", "megatron_rl.algorithms.filters", "Filter")
 RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantization.recipes", "RECIPE")
-BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.attention.backends", "BACKEND")
+BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.models.attention.backends", "BACKEND")
 FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")
 GRADERS: Registry[Grader] = Registry("grader", "megatron_rl.environments.grading", "judge")
-PARSERS: Registry[Parser] = Registry("parser of tool calls", "megatron_rl.tool_calls.parsers", "PARSER")
+PARSERS: Registry[Parser] = Registry("parser of tool calls", "megatron_rl.environments.tool_calls.parsers", "PARSER")

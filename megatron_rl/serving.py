@@ -12,7 +12,7 @@ from collections.abc import Callable
 from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
 from megatron_rl.generation import Generator
 from megatron_rl.inference.engine import Engine
-from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.platform.collectives import broadcast_json
 
 _LOOK_FOR_STOP_S = 0.5
 

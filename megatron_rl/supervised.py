@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.models import BalanceLosses
+from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.run.base import Run
 from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import build_evaluator_alone
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.training import StepResult, TrainingRun, assemble, start_training, train
-from megatron_rl.trainer import SupervisedTrainer
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.supervised import DemonstrationSource
+from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
 
 
 @dataclass(kw_only=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.chat import ChatFormat
+from megatron_rl.environments.tool_calls import parser_for
 from megatron_rl.errors import ConfigError, EnvironmentFault, TextTooLong, one_line, shorten
 from megatron_rl.families.hf_config import end_token_ids, read_object
 from megatron_rl.registry import PARSERS
-from megatron_rl.tool_calls import parser_for
 from megatron_rl.types import Message, Prompt
 
 Tools = Sequence[Mapping[str, Any]]

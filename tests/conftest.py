@@ -84,8 +84,8 @@ def one_rank() -> Iterator[object]:
     """The process groups of a job of one rank; megatron's are global, so they are made once."""
     import torch
 
-    from megatron_rl.parallel import initialize, shut_down
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.groups import initialize, shut_down
     from tests.support.tiny import tiny_config
 
     torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from megatron_rl.environments.base import drawn_tasks
 from megatron_rl.environments.grading import arithmetic_value
+from megatron_rl.environments.sandbox import python_tool
 from megatron_rl.environments.tools import ToolEnvironment, tool
-from megatron_rl.sandbox import python_tool
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Split, Task, Transcript, Turn
 
 GOODS = ("fig", "nut", "pear", "plum", "leek", "kiwi", "lime", "date", "oat", "rye", "egg", "yam")

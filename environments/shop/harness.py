@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl_environments.shop import Shop
 
 from megatron_rl.environments.base import HarnessEnvironment
-from megatron_rl.tool_calls import parse
+from megatron_rl.environments.tool_calls import parse
 from megatron_rl.types import Demonstration, Grade, Message, Split, Task, Transcript
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import openai
 import verifiers.v1 as vf
 from megatron_rl_environments.shop import Shop, computed
 
-from megatron_rl.sandbox import python_tool
-from megatron_rl.tool_calls import parse
+from megatron_rl.environments.sandbox import python_tool
+from megatron_rl.environments.tool_calls import parse
 
 TOOLS = list(Shop.tools)
 

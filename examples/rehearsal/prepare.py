@@ -22,8 +22,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.config import RLConfig, read_config  # noqa: E402
 from megatron_rl.config.arguments import Reading, read_flags  # noqa: E402
+from megatron_rl.config.read import read_config  # noqa: E402
+from megatron_rl.config.rl_config import RLConfig  # noqa: E402
 from megatron_rl.environments.loader import find_environment  # noqa: E402
 from megatron_rl.errors import ConfigError  # noqa: E402
 from megatron_rl.families import read_model  # noqa: E402

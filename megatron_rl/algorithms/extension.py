@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.batch import Aggregation, Terms, TokenBatch
-from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, Problem, collecting, shorten
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 

@@ -12,7 +12,7 @@ from megatron_rl.algorithms.batch import Aggregation, TokenBatch, summed, token_
 from megatron_rl.algorithms.extension import CLIPPED, Function, correction_of, loss_of
 from megatron_rl.algorithms.kl import Estimator, kl_per_token
 from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 
 MicroLoss = tuple[Tensor, Tensor, dict[str, Tensor]]
 """A micro-batch's part of the loss ``sum(totals) / sum(denominators)``: the total, [] fp32 with the gradient, a

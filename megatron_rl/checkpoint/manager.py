@@ -28,10 +28,10 @@ from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import save_tensors
 from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import SaveError
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import broadcast_json
-from megatron_rl.trainer import Optimization
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.collectives import broadcast_json
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.trainer.optimizer import Optimization
 
 logger = logging.getLogger(__name__)
 

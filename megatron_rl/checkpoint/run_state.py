@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.foreign import ONLY_BUILT, is_foreign, read_args, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
 from megatron_rl.checkpoint.torch_files import Split, topology_problems
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.saved import FILE_NAME
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, model_directory
@@ -24,7 +24,7 @@ from megatron_rl.user_files import read_json
 
 if TYPE_CHECKING:
     from megatron_rl.checkpoint.state import State
-    from megatron_rl.models import PolicyModel
+    from megatron_rl.models.gpt import PolicyModel
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import CheckpointError, SaveError, cut
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.megatron import watched_writers
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from megatron_rl.checkpoint.torch_files import RankFiles, has_rank_files
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, ModelLayout, Parameter
 from megatron_rl.families.layout import EMBEDDING, HEAD
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 

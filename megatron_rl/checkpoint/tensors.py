@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.checkpoint.dist_files import OF_CRITIC
 from megatron_rl.checkpoint.saving import ResultQueue
 from megatron_rl.errors import CheckpointError, cut
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.megatron import (
     asynchronous_writer,
     groups_known_by_what_they_are,
@@ -33,7 +33,7 @@ from megatron_rl.platform.megatron import (
     step_counters_offered,
     use_result_queue,
 )
-from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.optimizer import Optimization
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",

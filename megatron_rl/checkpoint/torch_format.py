@@ -20,9 +20,9 @@ from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import load_state, make_room, sharded_state
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, read_models, split_of
 from megatron_rl.errors import CheckpointError
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer import Optimization
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.trainer.optimizer import Optimization
 
 
 def load(directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization) -> None:

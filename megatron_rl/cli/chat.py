@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
 from megatron_rl.cli.start import ModelCommand
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 
 if TYPE_CHECKING:
     from megatron_rl.generation import Chat, Generator
@@ -58,7 +58,7 @@ def _heeding(stop: _Stop) -> Iterator[None]:
 
 def _talk(config: RLConfig) -> int:
     from megatron_rl.generation import Chat, open_generator
-    from megatron_rl.parallel.collectives import broadcast_json
+    from megatron_rl.platform.collectives import broadcast_json
 
     stop = _Stop()
     with open_generator(config) as generator, _heeding(stop):

@@ -139,9 +139,9 @@ def kernels() -> Iterator[Finding]:
     """Attention kernels, tried against plain torch."""
     import torch
 
-    from megatron_rl.attention.backend import Numbers
-    from megatron_rl.attention.selection import facts_of
-    from megatron_rl.attention.self_check import fault_of_cache, fault_of_packed
+    from megatron_rl.models.attention.backend import Numbers
+    from megatron_rl.models.attention.selection import facts_of
+    from megatron_rl.models.attention.self_check import fault_of_cache, fault_of_packed
     from megatron_rl.platform import current_platform
     from megatron_rl.registry import BACKENDS
 

@@ -19,8 +19,8 @@ from megatron_rl.atomic import write_text_atomic
 from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
 from megatron_rl.cli.options import described, take
 from megatron_rl.cli.start import ModelCommand
-from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, shorten
 from megatron_rl.json_text import parse_json
 from megatron_rl.types import Message, Prompt

@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config import RLConfig, read_config
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import read_model
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.preflight import preflight
+from megatron_rl.run.preflight import preflight
 
 LONGEST_BY_DEFAULT = 4096
 ANSWER_BY_DEFAULT = 1024

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
 from megatron_rl.cli.options import described, take
 from megatron_rl.cli.start import ModelCommand
-from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.estimate import slot_bytes
+from megatron_rl.run.memory.estimate import slot_bytes
 from megatron_rl.user_files import read_text
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _check(place: Place) -> None:
         ConfigError: nobody may or can listen there, or the file has no token.
     """
     from megatron_rl.environments.server import refuse_remote
-    from megatron_rl.preflight.machine import port_fault
+    from megatron_rl.run.preflight.machine import port_fault
 
     refuse_remote(place.host, place.allow_remote, "requests and the token would cross the network as plain HTTP")
     fault = port_fault(place.host, place.port)

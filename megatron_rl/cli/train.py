@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from megatron_rl.cli import COMMANDS
 from megatron_rl.cli.ranks import Ranks, read_ranks
-from megatron_rl.config import read_config
+from megatron_rl.config.read import read_config
 from megatron_rl.config.reference import help_text
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.main import every_problem, refuse
 from megatron_rl.main import main as run_here
 from megatron_rl.metrics.logging import configure_logging
-from megatron_rl.preflight.starts import resumes
+from megatron_rl.run.preflight.starts import resumes
 from megatron_rl.signals import TYPED_COMMAND, by_torchrun
 
 _OWN_FLAGS = {

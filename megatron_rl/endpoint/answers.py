@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_rl.endpoint.growing import GrowingText
+from megatron_rl.environments.tool_calls import END_OF_THOUGHT, THOUGHT, Tools, parse
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.tool_calls import END_OF_THOUGHT, THOUGHT, Tools, parse
 from megatron_rl.types import Completion, Message
 
 CALL_BEGINS = re.compile("[<{]")

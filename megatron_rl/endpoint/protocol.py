@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_rl.endpoint.fields import ApiError, Fields, refuse, typed
 from megatron_rl.endpoint.messages import read_messages
+from megatron_rl.environments.tool_calls import Tools, checked_tools
 from megatron_rl.errors import shorten
-from megatron_rl.tool_calls import Tools, checked_tools
 from megatron_rl.types import Message
 
 MAX_CHOICES = 128

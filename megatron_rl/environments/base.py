@@ -65,7 +65,7 @@ class Environment(ABC):
     grade_deadline: float = 5.0
     """Seconds that one grade or step may take before its worker is killed."""
     needs_sandbox: bool = False
-    """True where it runs what a model wrote (`megatron_rl.sandbox`): refused on a machine that cannot do so safely."""
+    """True where it runs what a model wrote (`environments.sandbox`): refused on a machine that cannot do so safely."""
     max_turns: int = 1
     """How often the model may speak; above 1, ``step`` is asked and not ``grade``."""
     tools: Sequence[Mapping[str, Any]] = ()

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.loader import Begin, ignore
+from megatron_rl.environments.sandbox import sandbox_problem
 from megatron_rl.environments.wire import WireError, messages_of
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps
-from megatron_rl.sandbox import sandbox_problem
 from megatron_rl.types import Demonstration, Split, Task
 
 MAX_PROBLEMS = 20

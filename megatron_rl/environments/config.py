@@ -30,9 +30,9 @@ from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.environments.base import RULES as OF_CLASSES
 from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion, whole_number
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
+from megatron_rl.environments.tool_calls import checked_tools
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import MAX_VALUES, check_bounds, dumps
-from megatron_rl.tool_calls import checked_tools
 from megatron_rl.user_files import read_text
 
 MAX_WEIGHT = 1e9

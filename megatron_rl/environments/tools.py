@@ -27,10 +27,10 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from megatron_rl.environments.base import ConversationEnvironment
+from megatron_rl.environments.tool_calls import DEFAULT, ToolCall, checked_tools, parse
 from megatron_rl.errors import EnvironmentFault, one_line
 from megatron_rl.json_text import dumps
 from megatron_rl.registry import PARSERS
-from megatron_rl.tool_calls import DEFAULT, ToolCall, checked_tools, parse
 from megatron_rl.types import Grade, Message, Step, Task, Transcript, Turn
 
 SIMPLE: Mapping[Any, str] = {

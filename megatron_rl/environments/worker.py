@@ -37,9 +37,9 @@ from megatron_rl.environments.child import (
 from megatron_rl.environments.harness import run_harness
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
+from megatron_rl.environments.sandbox import require_sandbox
 from megatron_rl.environments.wire import item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.sandbox import require_sandbox
 from megatron_rl.types import Grade
 
 OUT_OF_MEMORY = 99

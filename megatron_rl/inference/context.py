@@ -8,12 +8,12 @@ import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
 from megatron_rl.arithmetic import FEWEST_ROWS
-from megatron_rl.attention import PackedPlan
-from megatron_rl.attention.backend import NewTokens
-from megatron_rl.attention.plan import rotate, turns_at
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.inference.kv_cache import Cache
-from megatron_rl.models import PolicyModel, RolloutOps
+from megatron_rl.models.attention.backend import NewTokens
+from megatron_rl.models.attention.plan import PackedPlan, rotate, turns_at
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.megatron import last_logits_only
 
 

@@ -28,7 +28,7 @@ from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import SamplingModes
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.quantization.linears import parallel_linears
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from itertools import pairwise
 import torch
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.errors import EngineError
 from megatron_rl.families.layout import LayerCache, ModelLayout
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.attention.kv_numbers import KVNumbers
+from megatron_rl.models.gpt import PolicyModel
 
 
 class Cache(ABC):

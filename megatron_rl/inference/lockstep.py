@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import SamplingModes
-from megatron_rl.parallel.collectives import max_over
+from megatron_rl.platform.collectives import max_over
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.kv_cache import rows_within
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.sequence import Sequence, SequenceGroup
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.megatron import VERSION, inference_flag
 from megatron_rl.types import Completed, Request
 

@@ -22,13 +22,14 @@ import torch
 
 from megatron_rl.algorithms.counter_random import uniform
 from megatron_rl.arithmetic import FEWEST_KEYS
-from megatron_rl.attention.backend import NewTokens
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.sampler import Sampler, SamplingModes, SamplingTensors
 from megatron_rl.inference.scheduler import Chunk
-from megatron_rl.models import PolicyModel, RolloutForward
-from megatron_rl.parallel.stages import OneStage, StageMessages
+from megatron_rl.models.attention.backend import NewTokens
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.rollout import RolloutForward
+from megatron_rl.platform.stages import OneStage, StageMessages
 
 if TYPE_CHECKING:
     from megatron_rl.inference.graphs import DecodeGraphs

@@ -28,9 +28,10 @@ from megatron_rl.inference.output_processor import OutputProcessor
 from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
-from megatron_rl.models import PolicyModel, RolloutOps
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.stages import OneStage, StageMessages
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.rollout_ops import RolloutOps
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.platform.stages import OneStage, StageMessages
 from megatron_rl.types import Completed, Request
 
 

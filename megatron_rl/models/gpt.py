@@ -18,14 +18,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.attention import Attention, Ropes, RopeTable, checked_attention, numbers_of
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import Architecture, Head, ModelLayout
+from megatron_rl.models.attention.plan import Ropes, RopeTable
+from megatron_rl.models.attention.selection import Attention, checked_attention, numbers_of
 from megatron_rl.models.ends import ValueHead, scale_embedding
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
 from megatron_rl.models.spec import block_spec, fp8_settings
-from megatron_rl.parallel.groups import current_groups
 from megatron_rl.platform import Platform
+from megatron_rl.platform.groups import current_groups
 from megatron_rl.platform.megatron import pipeline_settings
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_rl.config import ModelConfig
+from megatron_rl.config.model import ModelConfig
 from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.layout import EMBEDDING, own_name
 from megatron_rl.models.experts import GroupedExperts
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import counted_over_ranks
 
 _INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2")

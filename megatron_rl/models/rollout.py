@@ -16,8 +16,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.attention import AttentionPlan
 from megatron_rl.families import PLAIN, LayerKind
+from megatron_rl.models.attention.plan import AttentionPlan
 from megatron_rl.models.ends import ScaledEmbedding
 from megatron_rl.models.experts import ExpertLayer
 from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, TorchNorm, is_rms

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

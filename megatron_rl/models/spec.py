@@ -20,10 +20,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.attention import PlannedSelfAttention
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import PLAIN, LayerKind
+from megatron_rl.models.attention.self_attention import PlannedSelfAttention
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.rollout import RolloutLayer
 from megatron_rl.models.rollout_ops import TorchNorm

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.platform.collectives import gather_json
 from megatron_rl.quantization.copies import ParallelLinear, QuantizedMatrix
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.stacks import StackedLinear

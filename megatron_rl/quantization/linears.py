@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.memory import release, storages_of, take_back
 from megatron_rl.quantization.copies import ParallelLinear, QuantizedLinear, QuantizedMatrix
 from megatron_rl.quantization.formats import smoothing_factors

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import ClassVar, Literal
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.registry import RECIPES
 

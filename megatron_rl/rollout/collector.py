@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_json, gather_vectors
+from megatron_rl.platform.collectives import gather_json, gather_vectors
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import ExtraGroups, Record, StepJournal, record_of
 from megatron_rl.rollout.partial import (

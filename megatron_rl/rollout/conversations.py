@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.platform.collectives import broadcast_json
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.finished import FinishedGroups
 from megatron_rl.rollout.trace import Trace
 from megatron_rl.tokenizer import Tokenizer

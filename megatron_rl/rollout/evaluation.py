@@ -12,8 +12,8 @@ import numpy
 import torch
 
 from megatron_rl.algorithms.passk import pass_at_k
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.platform.collectives import gather_vectors
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.platform.collectives import broadcast_json
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.finished import FinishedGroups
 from megatron_rl.rollout.trace import Trace
 from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout

@@ -28,8 +28,8 @@ import torch
 
 from megatron_rl.atomic import Dispensable
 from megatron_rl.environments.results import result_from_json, result_to_json
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.platform.collectives import broadcast_json
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.types import Branch, Completion, Request, Rollout, RolloutGroup, SourcedTask
 

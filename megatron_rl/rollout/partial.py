@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.inference.engine import Engine
-from megatron_rl.parallel.collectives import gather_json, gather_vectors
+from megatron_rl.platform.collectives import gather_json, gather_vectors
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import Record, Records, asked_of, completion_of, described
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory

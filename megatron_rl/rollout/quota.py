@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.extension import measure_of
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import any_rank, broadcast_json
+from megatron_rl.platform.collectives import any_rank, broadcast_json
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.types import Grade, RolloutGroup
 
 OPEN, IDLE, COUNTS = 0, 1, 2

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import uvloop
 
 from megatron_rl.inference.engine import Engine, EngineStatistics
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import any_rank, max_over
+from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import Conversations, ConversationSettings, GradeFunction
 from megatron_rl.rollout.finished import FinishedGroups

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.types import Completion, RolloutGroup
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.parallel.collectives import gather_json, gather_vectors
+from megatron_rl.platform.collectives import gather_json, gather_vectors
 from megatron_rl.types import Rollout, RolloutGroup
 
 _MOST_RANKS_SHOWN = 32

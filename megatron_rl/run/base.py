@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.metrics.evaluation import by_environment
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups, seed_everything
-from megatron_rl.phases import Phases
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import Platform
+from megatron_rl.platform.groups import ParallelGroups, seed_everything
 from megatron_rl.quantization.audit import LayerAudit, table_rows
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.environments import EnvironmentAccess, open_environments
+from megatron_rl.run.memory.phases import Phases
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.reporting import Reporter
 from megatron_rl.signals import StopRequest

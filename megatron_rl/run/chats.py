@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.run.generation import stop_strings
 from megatron_rl.tokenizer import Tokenizer

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.client import EnvironmentClient, ServedEnvironment
 from megatron_rl.environments.process import EnvironmentCounters, EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.tokenizer import Tokenizer

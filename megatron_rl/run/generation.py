@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.attention import numbers_of
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.client import ServedEnvironment
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.attention.selection import numbers_of
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.atomic import Dispensable, remove
-from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
+from megatron_rl.config.rl_config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.metrics.console import ConsoleWriter
 from megatron_rl.metrics.evaluation import by_environment, result_table, with_average
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
@@ -28,11 +28,11 @@ from megatron_rl.metrics.samples import TextSample, samples_of, worst_and_best
 from megatron_rl.metrics.table import print_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbWriter, wandb_mode
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
+from megatron_rl.platform.collectives import collect_json, gather_json, gather_vectors
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.live_report import LiveReport
 from megatron_rl.run.progress import Progress
 from megatron_rl.trainer.policy import sequence_advantages

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Literal
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import MemoryExhausted
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 

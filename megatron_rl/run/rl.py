@@ -12,13 +12,13 @@ from pathlib import Path
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.extension import advantage_of, filter_of
 from megatron_rl.algorithms.objective import PolicyObjective
-from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
-from megatron_rl.models import BalanceLosses
+from megatron_rl.models.attention.kv_numbers import rounded_attention
+from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.rollout.collector import Collector, DynamicSampling, StepRollouts
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
@@ -38,9 +38,10 @@ from megatron_rl.run.generation import (
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.teaching import build_advantage, build_scorer, build_teacher
 from megatron_rl.run.training import TrainingRun, assemble, start_training
-from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.parity import ParityGate
+from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import Updates

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import RLConfig, to_dict
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.rl_config import RLConfig, all_flags, to_dict
 
 _OF_A_START = ("checkpoint", "logging", "compatibility")
 """Sections that say where a start reads and writes."""

@@ -8,12 +8,13 @@ from megatron_rl.algorithms.extension import Function, advantage_of
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.state import StateRegistry
 from megatron_rl.checkpoint.tensors import fingerprints
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.families import read_model
-from megatron_rl.models import BalanceLosses, PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel, build_model
+from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.base import Run
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher

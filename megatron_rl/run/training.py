@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from megatron_rl.checkpoint.run_state import Origin, run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import MemoryExhausted, SaveError
-from megatron_rl.parallel.collectives import any_rank, broadcast_json
+from megatron_rl.platform.collectives import any_rank, broadcast_json
 from megatron_rl.platform.memory import is_out_of_memory
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.prompt_source import PromptSource
@@ -22,9 +22,10 @@ from megatron_rl.run.generation import evaluate
 from megatron_rl.run.progress import note_signal
 from megatron_rl.run.settings import Settings
 from megatron_rl.run.weights import Start, start_weights
-from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.supervised import DemonstrationSource
+from megatron_rl.trainer.optimizer import Optimization
+from megatron_rl.trainer.policy import PolicyTrainer
+from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
 
 logger = logging.getLogger(__name__)
 

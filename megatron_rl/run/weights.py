@@ -18,16 +18,16 @@ from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import Origin, RunState, read_run_state
 from megatron_rl.checkpoint.tensors import fingerprints
-from megatron_rl.config import RLConfig
 from megatron_rl.config.critic import critic_config
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
-from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
-from megatron_rl.preflight.starts import first_weights, reference_weights, resumes, run_to_continue
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.trainer import Optimization
+from megatron_rl.run.preflight.starts import first_weights, reference_weights, resumes, run_to_continue
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import ReferencePolicy
 
 logger = logging.getLogger(__name__)

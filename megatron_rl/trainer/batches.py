@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_rl.algorithms.batch import KINDS, Sample, TokenBatch
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.families.architecture import ONE_STAGE, Stages
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_vectors, max_over
+from megatron_rl.platform.collectives import gather_vectors, max_over
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import balance, collate, pack, without_loss
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.batch import CriticValues, TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
 from megatron_rl.trainer.scoring import PackedForward
 from megatron_rl.trainer.update import Sums, Updates, reduced, update

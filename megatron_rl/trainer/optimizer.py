@@ -15,8 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn.utils import clip_grads_with_norm_
 
-from megatron_rl.config import RLConfig
-from megatron_rl.models import PolicyModel
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.quantization.rollout import RolloutQuantization
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms import StepRewards, TokenBatch
 from megatron_rl.algorithms.extension import correction_of, level_of
 from megatron_rl.algorithms.mismatch import correction_problem, mismatch_metrics, mismatch_sums
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import TrainingError
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.scoring import Scorer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.covariance import PicksTokens, covariance, first, moments, places
 from megatron_rl.algorithms.extension import Function
-from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.platform.collectives import gather_vectors
 
 
 def picked(

@@ -14,9 +14,9 @@ from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.collectives import gather_vectors
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.critic import Critic, value_metrics, whitened
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome

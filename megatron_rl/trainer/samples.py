@@ -13,8 +13,8 @@ from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.extension import Baseline
 from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.errors import ConfigError
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.platform.collectives import gather_vectors
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.types import Branch, Grade, Rollout, RolloutGroup
 
 

@@ -14,9 +14,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.logprobs import Entropy, selected_logprobs
-from megatron_rl.attention import ContextPlan, PackedPlan
-from megatron_rl.models import BalanceLosses, PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.attention.context import ContextPlan
+from megatron_rl.models.attention.plan import PackedPlan
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.routing import BalanceLosses
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.schedule import Forward, through_schedule
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.platform.collectives import gather_json
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
 from megatron_rl.trainer.schedule import Forward, through_schedule
 

@@ -31,8 +31,8 @@ ALLOWED_IMPORTS = {
     "megatron_rl.environments.judging",
     "megatron_rl.environments.tools",
     "megatron_rl.errors",
-    "megatron_rl.tool_calls",
-    "megatron_rl.sandbox",
+    "megatron_rl.environments.tool_calls",
+    "megatron_rl.environments.sandbox",
     "megatron_rl.types",
 }
 SAMPLE = 50

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.environments.tool_calls import Parsed, parse, parser_for
+from megatron_rl.environments.tool_calls.parser import Parser, Schemas, Unreadable
 from megatron_rl.registry import PARSERS
-from megatron_rl.tool_calls import Parsed, parse, parser_for
-from megatron_rl.tool_calls.parser import Parser, Schemas, Unreadable
 
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 ARGUMENTS = (
@@ -157,5 +157,6 @@ def test_long_answers_take_linear_time(name: str, parser: Parser) -> None:
 
 
 def test_parsing_needs_no_torch() -> None:
-    code = "import sys, megatron_rl.tool_calls as t; t.parse('<tool_call>', []); assert 'torch' not in sys.modules"
+    code = "import sys\nfrom megatron_rl.environments.tool_calls import parse\n"
+    code += "parse('<tool_call>', []); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.loop import rl_step
-from megatron_rl.models import rollout_mode
-from megatron_rl.parallel import shut_down
+from megatron_rl.models.gpt import rollout_mode
+from megatron_rl.platform.groups import shut_down
 from megatron_rl.rollout.collector import StepRollouts
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult

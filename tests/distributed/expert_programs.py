@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.staged import StagedEngine
-from megatron_rl.models import rollout_mode
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
-from megatron_rl.parallel.collectives import any_rank
+from megatron_rl.models.gpt import rollout_mode
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.collectives import any_rank
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.rollout import RolloutQuantization
 from tests.support.generation import END, letters, ragged_requests, rollout_engine

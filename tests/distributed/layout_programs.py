@@ -14,18 +14,20 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.algorithms.objective import PolicyObjective
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import BalanceLosses, PolicyModel, rollout_mode
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
+from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.run.teaching import build_scorer
 from megatron_rl.run.weights import first_critic
-from megatron_rl.trainer import Optimization, PolicyTrainer, optimizer
+from megatron_rl.trainer import optimizer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
-from megatron_rl.trainer.policy import ReferencePolicy
+from megatron_rl.trainer.optimizer import Optimization
+from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
 from tests.distributed.programs import gather_whole

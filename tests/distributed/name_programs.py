@@ -13,10 +13,10 @@ from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RunState
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from megatron_rl.parallel import initialize, shut_down
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.run.reporting import active_parameters, parameter_norm
-from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.optimizer import Optimization
 from tests.support.tiny import SHAPES, single_thread, tiny_config, tiny_policy
 from tests.support.torch_format import write_ours
 

@@ -7,7 +7,7 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.covariance import places
 from megatron_rl.algorithms.losses import clip_cov, kl_cov
-from megatron_rl.parallel import shut_down
+from megatron_rl.platform.groups import shut_down
 from megatron_rl.trainer.picking import picked
 from tests.distributed.programs import join
 from tests.support.tokens import step_rewards, token_batch

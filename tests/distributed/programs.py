@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.loop import rl_step
-from megatron_rl.models import rollout_mode
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.models.gpt import rollout_mode
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.collectives import gather_json
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.run.rl import RLRun
 from megatron_rl.supervised import supervised_step
 from megatron_rl.trainer import optimizer

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from megatron_rl.algorithms.filters import signal
-from megatron_rl.parallel import shut_down
+from megatron_rl.platform.groups import shut_down
 from megatron_rl.rollout.quota import Quota
 from tests.distributed.programs import join
 from tests.support.rollouts import graded_group

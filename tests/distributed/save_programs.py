@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.errors import SaveError
-from megatron_rl.parallel import shut_down
+from megatron_rl.platform.groups import shut_down
 from tests.distributed.programs import join, toy_config
 from tests.support.saves import before_tensors, full_disk, saving_run, train_a_step
 

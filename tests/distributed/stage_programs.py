@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graph_key_lengths, graph_sizes
 from megatron_rl.inference.model_runner import Part
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
-from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
-from megatron_rl.parallel.stages import StageMessages
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
+from megatron_rl.platform.stages import StageMessages
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.types import Completion, Request
 from tests.support.generation import END, drain, drain_with_pauses, letters, ragged_requests

@@ -20,10 +20,10 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.loop import rl_step
-from megatron_rl.models import rollout_mode
-from megatron_rl.parallel import initialize, shut_down
-from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.models.gpt import rollout_mode
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.collectives import broadcast_json
+from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.rollout import conversations
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.run.progress import Progress

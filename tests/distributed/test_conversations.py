@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.loop import RLRun, rl_step
-from megatron_rl.parallel import ParallelGroups, shut_down
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.platform.collectives import gather_json
+from megatron_rl.platform.groups import ParallelGroups, shut_down
 from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.types import Continuation, Grade, Task, Turn
 from tests.distributed.programs import join, toy_config

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from megatron_rl.loop import rl_step
-from megatron_rl.parallel import shut_down
+from megatron_rl.platform.groups import shut_down
 from megatron_rl.types import Grade, HarnessRun, Turn
 from tests.distributed.programs import join, toy_config
 from tests.distributed.test_conversations import TURNS, answer_to, steps_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.journal import RolloutJournal
 from tests.distributed.staged_routing_programs import HEADER
 from tests.support.ranks import run_ranks

@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.parallel import initialize, shut_down
 from megatron_rl.platform import current_platform
-from megatron_rl.trainer import Optimization, SupervisedTrainer
+from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.supervised import SupervisedTrainer
 from megatron_rl.watchdog import Watchdog
 from tests.distributed.layout_programs import configured
 from tests.support.samples import random_samples

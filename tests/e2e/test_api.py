@@ -11,7 +11,7 @@ import pytest
 import megatron_rl
 from megatron_rl import main
 from megatron_rl.errors import ConfigError
-from megatron_rl.preflight import preflight
+from megatron_rl.run.preflight import preflight
 from tests.support.ranks import REPOSITORY
 from tests.support.runs import RL, TINY, rows_of, run
 

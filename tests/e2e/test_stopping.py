@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.preflight.machine import lock
+from megatron_rl.run.preflight.machine import lock
 from tests.support.checkpoints import differences, state_of
 from tests.support.launches import launched
 from tests.support.runs import facts_of, rows_of, run, run_many

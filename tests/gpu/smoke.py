@@ -51,8 +51,8 @@ def product(recipe_name: str, tokens: int) -> str:
 
 def attention(stored: str) -> str:
     """The kernels over pages against sums in fp64: one new token a row, and several."""
-    from megatron_rl.attention.kv_numbers import FP8
-    from megatron_rl.attention.selection import facts_of
+    from megatron_rl.models.attention.kv_numbers import FP8
+    from megatron_rl.models.attention.selection import facts_of
     from megatron_rl.registry import BACKENDS
     from tests.support.paged import FilledPages
 
@@ -120,9 +120,9 @@ def capture() -> str:
 
 def training() -> str:
     """Fused AdamW, its state on pinned host memory and back, loaded step counters."""
-    from megatron_rl.parallel import initialize, shut_down
-    from megatron_rl.phases.holdings import OptimizerState
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.groups import initialize, shut_down
+    from megatron_rl.run.memory.holdings import OptimizerState
     from tests.support.samples import tiny_optimization, weights_of
     from tests.support.tiny import tiny_config
 

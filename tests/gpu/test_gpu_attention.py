@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.attention.backend import Backend, Numbers
-from megatron_rl.attention.kv_numbers import FP8, rounded_attention
-from megatron_rl.attention.selection import facts_of
+from megatron_rl.models.attention.backend import Backend, Numbers
+from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.attention.selection import facts_of
 from megatron_rl.registry import BACKENDS
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.paged import FilledPages, naive

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 def _generate(policy, greedy: bool):
     from megatron_rl.inference.engine import EngineOptions
     from megatron_rl.inference.rollout_engine import RolloutEngine
-    from megatron_rl.models import rollout_mode
+    from megatron_rl.models.gpt import rollout_mode
     from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
     engine = RolloutEngine(policy, EngineOptions(16, 48), [0], lambda ids: " ".join(map(str, ids)))
@@ -58,7 +58,7 @@ def test_log_probs_of_engine_and_trainer_agree(one_rank, bf16, tolerance):
 
 
 def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank):
-    from megatron_rl.attention import PackedPlan
+    from megatron_rl.models.attention.plan import PackedPlan
 
     policy = tiny_policy()
     for request, completions in _generate(policy, greedy=True)[:3]:

@@ -14,8 +14,8 @@ import torch
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graph_key_lengths, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel.groups import current_groups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import current_groups
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 from tests.support.generation import END, generate, letters, ragged_requests, tokens

@@ -37,7 +37,7 @@ def _allocated() -> int:
 
 @pytest.mark.parametrize("changes", KINDS, ids=["replicated", "distributed"])
 def test_the_state_leaves_the_device_and_comes_back_bit_for_bit(one_rank, changes) -> None:
-    from megatron_rl.phases.holdings import state_storages
+    from megatron_rl.run.memory.holdings import state_storages
     from tests.unit.phases.test_holdings import Mover
 
     plain, moved = tiny_optimization(**changes), tiny_optimization(**changes)
@@ -60,10 +60,10 @@ def test_the_state_leaves_the_device_and_comes_back_bit_for_bit(one_rank, change
 
 @pytest.mark.parametrize("recipe", ["none", "fp8"])
 def test_fifty_cycles_allocate_nothing_new(one_rank, recipe: str) -> None:
-    from megatron_rl.models import rollout_mode
-    from megatron_rl.phases.cache import CacheResidency
+    from megatron_rl.models.gpt import rollout_mode
     from megatron_rl.platform.memory import DeviceMemory
     from megatron_rl.quantization.rollout import RolloutQuantization
+    from megatron_rl.run.memory.cache import CacheResidency
     from tests.support.generation import drain, ragged_requests, rollout_engine
     from tests.unit.phases.test_holdings import Mover
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import RECIPES
 from tests.gpu.test_gpu_engine import _generate, _trainer_logprobs
 from tests.support.hugging_face import batch_of
@@ -71,7 +71,7 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: Parallel
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGroups, recipe: str) -> None:
     """13 tokens: no multiple of what fp8 products want."""
-    from megatron_rl.trainer import Optimization
+    from megatron_rl.trainer.optimizer import Optimization
     from megatron_rl.trainer.scoring import Scorer
     from megatron_rl.trainer.update import update
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.layout import commit, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
 from megatron_rl.checkpoint.tensors import fingerprints, save_tensors
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import read_model
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits
 from tests.support.tiny import single_thread
 

@@ -12,9 +12,9 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.errors import QuantizationError
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.trainer.scoring import Scorer

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.attention.kv_numbers import FP8, rounded_attention
 from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, mcore_engine, ragged_requests, rollout_engine
 from tests.support.scoring import gaps, packed

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithms.counter_random import uniform
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import END, generate, ragged_requests, randomise_vectors, rollout_engine
 from tests.support.scoring import packed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from tests.parity.quantized_tensor_parallel_case import RECIPES, report_of
 from tests.support.ranks import run_ranks
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from tests.parity.tensor_parallel_case import MODELS, fingerprints_of, report_of
 from tests.support.ranks import run_ranks
 

@@ -19,11 +19,11 @@ from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.families import read_model
 from megatron_rl.loop import rl_step
-from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.tensor_files import TensorReader
-from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from tests.distributed.stage_programs import roll_out

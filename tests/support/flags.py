@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.config import RLConfig
 from megatron_rl.config.arguments import read_flags
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 
 

@@ -18,9 +18,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megatron_rl.checkpoint.run_state import architecture_of
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ExpertShare, ModelLayout, Stages
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import part_of
 from megatron_rl.platform.megatron import asynchronous_writer
 from tests.support.tiny import VOCABULARY, tiny_policy

@@ -11,8 +11,8 @@ import torch
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.parallel.groups import current_groups
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
+from megatron_rl.platform.groups import current_groups
 from megatron_rl.types import Completion, Request, SamplingParams, SourcedTask, Task
 from tests.support.tiny import VOCABULARY
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.config import RLConfig, read_config
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import HfModel
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.registry import FAMILIES
 from megatron_rl.trainer.packing import collate
 from tests.support.samples import make_sample
@@ -88,7 +89,7 @@ def reference_logits(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
 @torch.no_grad()
 def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
     """This rank's logits by the forward pass that training uses, ``[T, V / ranks]``; none but on the last stage."""
-    from megatron_rl.parallel.groups import current_groups
+    from megatron_rl.platform.groups import current_groups
     from megatron_rl.trainer.schedule import through_schedule
     from megatron_rl.trainer.scoring import Scorer
 
@@ -101,10 +102,9 @@ def loaded_policy(config: RLConfig, vocabulary: int) -> tuple[PolicyModel, int]:
     """The model of ``--load-hf`` and the bytes this rank has read; the groups must be initialised."""
     from megatron_rl.checkpoint.hf.load import load_hf
     from megatron_rl.families import read_model
-    from megatron_rl.models import build_model
-    from megatron_rl.parallel import seed_everything
-    from megatron_rl.parallel.groups import current_groups
+    from megatron_rl.models.gpt import build_model
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.groups import current_groups, seed_everything
 
     seed_everything(1)
     policy = build_model(config, current_platform(), vocabulary)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _OURS = (
-    "megatron_rl.attention.kernels",
+    "megatron_rl.models.attention.kernels",
     "megatron_rl.models.kernels",
     "megatron_rl.quantization.kernels",
 )

@@ -91,7 +91,7 @@ def watched_runs(runs: Sequence[Sequence[str]], tight: bool) -> list[dict[str, A
 
 
 def _watched(argv: Sequence[str], tight: bool) -> dict[str, Any]:
-    from megatron_rl.phases import Phases
+    from megatron_rl.run.memory.phases import Phases
     from megatron_rl.run.reporting import Reporter
 
     report, hold = Reporter.step, Phases.hold

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.arithmetic import FEWEST_KEYS
-from megatron_rl.attention.backend import CacheKernel, NewTokens
 from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.kv_cache import PagedCache
+from megatron_rl.models.attention.backend import CacheKernel, NewTokens
 
 
 def naive(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.inference.engine import Engine
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.rollout import RolloutQuantization

@@ -138,7 +138,7 @@ def _written(folder: str) -> str:
 
 def _main(job: Path) -> None:
     """What each rank's process does."""
-    from megatron_rl.preflight import inputs
+    from megatron_rl.run.preflight import inputs
 
     # It costs a Python process: the commands share what was found in a list that they share.
     inputs.surveyed = functools.cache(inputs.surveyed)

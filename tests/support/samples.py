@@ -11,8 +11,8 @@ import torch
 
 from megatron_rl.algorithms import StepRewards, Terms, TokenBatch
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.models import PolicyModel
-from megatron_rl.trainer import Optimization
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.trainer.optimizer import Optimization
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 
 

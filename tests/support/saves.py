@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_rl.checkpoint import manager
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.config import RLConfig
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.megatron import VERSION
 from megatron_rl.run.training import TrainingRun
 from megatron_rl.supervised import supervised_step

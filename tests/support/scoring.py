@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Completion, Request

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_rl.inference.graphs import DecodeGraphs, Work, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.types import Request
 from tests.support.generation import ragged_requests
 

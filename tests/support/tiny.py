@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import RLConfig, read_config
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig
 
 VOCABULARY = 32
 
@@ -81,9 +82,9 @@ def tiny_config(world_size: int = 1, **changes: object) -> RLConfig:
 
 def tiny_policy(config: RLConfig | None = None, seed: int = 1):
     """A `PolicyModel` with random weights; the process groups must be initialised."""
-    from megatron_rl.models import build_model
-    from megatron_rl.parallel import seed_everything
+    from megatron_rl.models.gpt import build_model
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.groups import seed_everything
 
     seed_everything(seed)
     return build_model(config or tiny_config(), current_platform(), VOCABULARY)

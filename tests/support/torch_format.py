@@ -15,8 +15,8 @@ from megatron_rl.checkpoint.state import save_rank_state
 from megatron_rl.checkpoint.tensors import named_chunks, sharded_state
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
 from megatron_rl.checkpoint.torch_format import piece_name
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer import Optimization
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.trainer.optimizer import Optimization
 
 
 def write_ours(root: Path, state: RunState, optimization: Optimization, groups: ParallelGroups) -> Path:

@@ -10,14 +10,14 @@ from typing import Any
 
 from megatron_rl import loop, supervised
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.phases import Phases
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import ConversationSettings, GradeFunction
 from megatron_rl.rollout.harnesses import RunFunction
 from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.run.base import Run, build_quantization
+from megatron_rl.run.memory.phases import Phases
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Demonstration, Grade, Task, Transcript

@@ -12,7 +12,7 @@ from megatron_rl import cli
 from megatron_rl.chat import read_template
 from megatron_rl.cli import serve
 from megatron_rl.cli.generate import read_prompts
-from megatron_rl.config import read_config
+from megatron_rl.config.read import read_config
 from megatron_rl.config.saved import saved_model
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data.layouts import Layout
@@ -21,8 +21,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families import read_model
 from megatron_rl.metrics.jsonl import read_json_object
 from megatron_rl.metrics.rundir import RunDirectory, unwritable
-from megatron_rl.preflight.starts import resumes
 from megatron_rl.registry import LOSSES
+from megatron_rl.run.preflight.starts import resumes
 from megatron_rl.user_files import path_refusal, read_text
 from tests.support.ranks import REPOSITORY
 

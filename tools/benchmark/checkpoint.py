@@ -21,11 +21,11 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RunState
-from megatron_rl.config import RLConfig
-from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
-from megatron_rl.trainer import Optimization
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.trainer.optimizer import Optimization
 from tools.benchmark.common import benchmark_config, command_line, compete, ranks_of, report_rounds
 
 

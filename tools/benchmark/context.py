@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.collectives import gather_json
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
 from tools.benchmark.common import benchmark_config, command_line, ranks_of, ranks_started, report

@@ -25,18 +25,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.config import RLConfig, read_config
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import Problem
-from megatron_rl.estimate import estimate
 from megatron_rl.metrics.rundir import git_commit
 from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import build_model
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
-from megatron_rl.trainer import Optimization, SupervisedTrainer
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.run.memory.estimate import estimate
 from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.supervised import SupervisedTrainer
 from tools.benchmark.common import ranks_of
 
 TOKENS = 1024

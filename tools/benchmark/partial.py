@@ -23,7 +23,7 @@ from megatron_rl.inference.engine import EngineOptions, EngineStatistics
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
-from megatron_rl.models import PolicyModel, build_model, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
 from megatron_rl.platform import current_platform
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.partial import PartialRollouts, Share, is_generated, share_of

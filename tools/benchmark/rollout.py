@@ -24,9 +24,9 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel, build_model, rollout_mode
-from megatron_rl.parallel import seed_everything
+from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import seed_everything
 from megatron_rl.types import SamplingParams
 from tools.benchmark.common import (
     LOOP,

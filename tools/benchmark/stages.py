@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
-from megatron_rl.models import build_model
-from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.collectives import gather_json
 from tools.benchmark.common import (
     benchmark_config,
     command_line,

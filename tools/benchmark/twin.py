@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.checkpoint.hf.save import tensors_of
 from megatron_rl.families.weights import decoder_weights
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 
 
 def hugging_face_twin(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:

@@ -22,14 +22,15 @@ from megatron_rl.algorithms import StepRewards, Terms, TokenBatch
 from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.objective import PolicyObjective
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups, seed_everything
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
-from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.platform.groups import ParallelGroups, seed_everything
 from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.optimizer import Optimization
+from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.scoring import Scorer
 from tools.benchmark.common import (
     LOOP,

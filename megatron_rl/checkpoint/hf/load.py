@@ -16,8 +16,8 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, ModelLayout, Parameter, Piece
 from megatron_rl.families.architecture import padded_vocabulary
 from megatron_rl.families.hf_config import end_token_ids
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.tensor_files import TensorReader
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from megatron_rl.environments.grading.text import THOUGHT
+from megatron_rl.environments.sandbox import Limits, run_python
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.sandbox import Limits, run_python
 from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)

@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.algorithms.advantages import gdpo
 from megatron_rl.errors import ConfigError
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.types import RolloutGroup
 from tests.support.rollouts import graded_group

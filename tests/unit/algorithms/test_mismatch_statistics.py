@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import CLIPPED, TokenBatch
 from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.update import reduced
 from tests.support.tokens import changed, correction, step_rewards, token_batch
 

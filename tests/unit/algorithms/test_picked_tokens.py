@@ -18,7 +18,7 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.covariance import PicksTokens, covariance, moments, places
 from megatron_rl.algorithms.losses import clip, clip_cov, kl_cov
 from megatron_rl.errors import ConfigError
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.picking import picked
 from tests.distributed.pick_programs import parts_of
 from tests.support.ranks import run_ranks

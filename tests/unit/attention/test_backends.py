@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.attention.backend import Backend, NewTokens
-from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.selection import choose, facts_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
+from megatron_rl.models.attention.backend import Backend, NewTokens
+from megatron_rl.models.attention.kv_numbers import FP8
+from megatron_rl.models.attention.selection import choose, facts_of
 from megatron_rl.registry import BACKENDS
 from tests.support.paged import naive
 

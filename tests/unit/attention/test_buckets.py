@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.attention import padded
-from megatron_rl.attention.backends.sdpa import packed_attention
-from megatron_rl.attention.padded import BUCKET_CELLS, Buckets, PaddedRows, cheapest_borders
+from megatron_rl.models.attention import padded
+from megatron_rl.models.attention.backends.sdpa import packed_attention
+from megatron_rl.models.attention.padded import BUCKET_CELLS, Buckets, PaddedRows, cheapest_borders
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 

@@ -10,11 +10,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.attention import PackedPlan
-from megatron_rl.attention.backend import SpanKernel
-from megatron_rl.attention.backends import sdpa
-from megatron_rl.attention.context import ContextPlan
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.attention.backend import SpanKernel
+from megatron_rl.models.attention.backends import sdpa
+from megatron_rl.models.attention.context import ContextPlan
+from megatron_rl.models.attention.plan import PackedPlan
+from megatron_rl.platform.groups import ParallelGroups
 from tests.support.ranks import joined, run_ranks
 
 WIDTH = 16

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.attention.kv_numbers import FP8, KVNumbers
+from megatron_rl.models.attention.kv_numbers import FP8, KVNumbers
 
 CPU = torch.device("cpu")
 

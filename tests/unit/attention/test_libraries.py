@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.attention.backend import Backend, DeviceFacts, Numbers
-from megatron_rl.attention.backends import varlen
-from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.selection import choose
-from megatron_rl.attention.self_check import fault_of_cache, fault_of_packed
 from megatron_rl.errors import ConfigError
+from megatron_rl.models.attention.backend import Backend, DeviceFacts, Numbers
+from megatron_rl.models.attention.backends import varlen
+from megatron_rl.models.attention.kv_numbers import FP8
+from megatron_rl.models.attention.selection import choose
+from megatron_rl.models.attention.self_check import fault_of_cache, fault_of_packed
 from megatron_rl.registry import BACKENDS
 from tests.support import fake_kernels
 from tests.support.paged import FilledPages

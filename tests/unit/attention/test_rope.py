@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.attention.plan import RopeTable, rotate
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.attention.plan import RopeTable, rotate
+from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.attention.backends import sdpa
-from megatron_rl.attention.backends.sdpa import attend_one_token, padded_attention
-from megatron_rl.attention.padded import PaddedRows
+from megatron_rl.models.attention.backends import sdpa
+from megatron_rl.models.attention.backends.sdpa import attend_one_token, padded_attention
+from megatron_rl.models.attention.padded import PaddedRows
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -37,7 +37,7 @@ def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_rows_of_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.attention.padded.FEWEST_KEYS", 1)
+    monkeypatch.setattr("megatron_rl.models.attention.padded.FEWEST_KEYS", 1)
     rows = rows_of([3, 2])
     assert rows.gather.tolist() == [0, 1, 2, 3, 4, 0]
     assert rows.scatter.tolist() == [0, 1, 2, 3, 4]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.attention import self_check
-from megatron_rl.attention.backend import Backend, Numbers, SpanKernel
-from megatron_rl.attention.backends import paged, sdpa
-from megatron_rl.attention.kv_numbers import FP8
 from megatron_rl.errors import ConfigError
+from megatron_rl.models.attention import self_check
+from megatron_rl.models.attention.backend import Backend, Numbers, SpanKernel
+from megatron_rl.models.attention.backends import paged, sdpa
+from megatron_rl.models.attention.kv_numbers import FP8
 from megatron_rl.registry import BACKENDS
 from tests.support.tiny import tiny_config, tiny_policy
 

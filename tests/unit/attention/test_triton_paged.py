@@ -11,9 +11,9 @@ import importlib.util
 import pytest
 import torch
 
-from megatron_rl.attention.backend import Numbers
-from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.selection import DeviceFacts
+from megatron_rl.models.attention.backend import Numbers
+from megatron_rl.models.attention.kv_numbers import FP8
+from megatron_rl.models.attention.selection import DeviceFacts
 from megatron_rl.registry import BACKENDS
 from tests.support.interpreter import INTERPRETED, mend, run_interpreted
 from tests.support.paged import FilledPages
@@ -79,7 +79,7 @@ class KernelChecks:
 
     def test_the_splits_that_have_keys_and_no_others(self):
         """Splits of 256 of at most 5 x 256 keys, written out by hand."""
-        from megatron_rl.attention.kernels import find_splits
+        from megatron_rl.models.attention.kernels import find_splits
 
         found = find_splits(torch.tensor([255, 0, 256, 1279], device=self.device), 1280)
         assert (found.length, found.most) == (256, 5)
@@ -87,7 +87,7 @@ class KernelChecks:
         assert found.items[:9].tolist() == [0, 5, 10, 11, 15, 16, 17, 18, 19]
 
     def test_the_splits_of_many_rows(self):
-        from megatron_rl.attention.kernels import find_splits
+        from megatron_rl.models.attention.kernels import find_splits
 
         lengths = [1 + 37 * row % 700 for row in range(300)]
         found = find_splits(torch.tensor(lengths, device=self.device) - 1, 700)
@@ -99,7 +99,7 @@ class KernelChecks:
         [(100, 256, 1), (1024, 256, 4), (16384, 256, 64), (16385, 320, 52), (131072, 2048, 64)],
     )
     def test_how_keys_are_cut(self, longest, length, most):
-        from megatron_rl.attention.kernels import find_splits
+        from megatron_rl.models.attention.kernels import find_splits
 
         found = find_splits(torch.tensor([0], device=self.device), longest)
         assert (found.length, found.most) == (length, most)

@@ -54,7 +54,7 @@ def in_flight(made: Compiled) -> int:
 
 @MODELS
 def test_decode(share, groups, width, codes):
-    from megatron_rl.attention.kernels import PROGRAMS_PER_PROCESSOR, STAGES, splits_kernel
+    from megatron_rl.models.attention.kernels import PROGRAMS_PER_PROCESSOR, STAGES, splits_kernel
 
     constants = SHAPE | {"SHARE": share, "GROUPS": groups, "WIDTH": width, "BLOCK_D": width}
     constants |= {"SPLIT": 256, "SPLITS": 64, "PAGES": 4, "BLOCK_Q": 16} | without_scales(codes)
@@ -67,7 +67,7 @@ def test_decode(share, groups, width, codes):
 
 
 def test_sum():
-    from megatron_rl.attention.kernels import sum_kernel
+    from megatron_rl.models.attention.kernels import sum_kernel
 
     constants = {"WIDTH": 128, "SPLIT": 256, "SPLITS": 64, "BLOCK_S": 16, "BLOCK_D": 128}
     made = compile_for_hopper(sum_kernel, pointers(False), constants, num_warps=2)
@@ -76,7 +76,7 @@ def test_sum():
 
 
 def test_find():
-    from megatron_rl.attention.kernels import find_kernel
+    from megatron_rl.models.attention.kernels import find_kernel
 
     made = compile_for_hopper(find_kernel, pointers(False), {"SPLIT": 256, "SPLITS": 64, "BLOCK": 256})
     assert made.resources.spilled == 0
@@ -84,7 +84,7 @@ def test_find():
 
 @MODELS
 def test_extend(share, groups, width, codes):
-    from megatron_rl.attention.kernels import STAGES, TILE, extend_kernel, warps_for
+    from megatron_rl.models.attention.kernels import STAGES, TILE, extend_kernel, warps_for
 
     constants = SHAPE | {"SHARE": share, "GROUPS": groups, "WIDTH": width, "BLOCK_D": width, "BLOCK_Q": TILE}
     made = compile_for_hopper(
@@ -108,7 +108,7 @@ def test_extend(share, groups, width, codes):
 )
 def test_a_pointer_in_the_middle_of_a_buffer_needs_no_second_kernel(kernel, unaligned):
     """A row of a table of positions, a layer's scales: some are at multiples of 16 bytes, some are not."""
-    from megatron_rl.attention import kernels
+    from megatron_rl.models.attention import kernels
 
     kernel = getattr(kernels, kernel)
     types = pointers(codes=False)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.errors import ConfigError
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.attention.backend import DeviceFacts
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import BACKENDS
 from tests.support.forks import run_python
 from tools.benchmark import gpu

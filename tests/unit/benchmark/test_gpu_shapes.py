@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_rl.models import build_model
+from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.registry import RECIPES

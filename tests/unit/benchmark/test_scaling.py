@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import read_config
-from megatron_rl.estimate import estimate
+from megatron_rl.config.read import read_config
+from megatron_rl.run.memory.estimate import estimate
 from tools.benchmark import scaling
 from tools.benchmark.on_gpu import shapes
 from tools.benchmark.on_paper.seconds import (

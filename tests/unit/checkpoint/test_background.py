@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron_rl.checkpoint.layout import best_checkpoint, commit, remove_old, temporary_directory
 from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt
 from megatron_rl.errors import SaveError
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 
 
 def wait_for(path: Path) -> None:

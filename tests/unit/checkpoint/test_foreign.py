@@ -21,11 +21,11 @@ from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import architecture_problems, continuation_problems, read_run_state
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Stages
 from megatron_rl.families.family import SMALL
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.megatron import common_writer
 from tests.support.foreign import (
     POINTER,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.phases.holdings import state_storages
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.run.memory.holdings import state_storages
 from tests.support.checkpoints import contents, differences
 from tests.support.saves import saving_run, train_a_step
 from tests.support.tiny import tiny_config

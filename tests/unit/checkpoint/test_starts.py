@@ -16,11 +16,12 @@ import torch
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, mode_of, optimizer_form_of
 from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
-from megatron_rl.config import RLConfig, notes
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rules import notes
 from megatron_rl.errors import CheckpointError
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.machine import output_problems
-from megatron_rl.preflight.starts import checkpoint_problems, resumes
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.run.preflight.machine import output_problems
+from megatron_rl.run.preflight.starts import checkpoint_problems, resumes
 from megatron_rl.run.weights import Start, start_weights
 from tests.support.hugging_face import hf_run, write_model
 from tests.support.samples import all_equal, weights_of

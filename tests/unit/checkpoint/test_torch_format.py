@@ -20,11 +20,11 @@ from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RunState, architecture_of
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read, split_of, topology_problems
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import named_parameters
-from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.optimizer import Optimization
 from tests.support.checkpoints import contents
 from tests.support.foreign import POINTER
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.attention import self_check
 from megatron_rl.cli import doctor
+from megatron_rl.models.attention import self_check
 
 
 def _report(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:

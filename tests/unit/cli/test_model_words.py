@@ -16,10 +16,10 @@ from megatron_rl.cli.model import model_config
 from megatron_rl.cli.options import take
 from megatron_rl.cli.serve import Place
 from megatron_rl.errors import ConfigError
-from megatron_rl.estimate import slot_bytes
 from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
 from megatron_rl.inference.kv_cache import blocks_within, rows_within
+from megatron_rl.run.memory.estimate import slot_bytes
 from tests.support.hugging_face import write_model
 from tests.support.tiny import write_tokenizer
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.config import RLConfig, validate
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rules import validate
 from tests.support.flags import parse_config
 
 WORKING = {

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import notes, read_config, validate
+from megatron_rl.config.read import read_config
 from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.rules import notes, validate
 from tests.support.flags import parse_config
 from tests.support.recipes import launched
 from tests.unit.families.test_published_models import PUBLISHED

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from megatron_rl.config import difference_from_defaults, notes, resolve, to_dict
+from megatron_rl.config.rl_config import difference_from_defaults, resolve, to_dict
+from megatron_rl.config.rules import notes
 from tests.support.flags import parse_config
 
 

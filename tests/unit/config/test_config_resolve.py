@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_rl.config import RLConfig, resolve
+from megatron_rl.config.rl_config import RLConfig, resolve
 
 
 def test_derived_defaults_of_an_rl_run(config):

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config import ModelConfig, RLConfig, resolve, validate
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.rl_config import RLConfig, resolve
+from megatron_rl.config.rules import validate
 from tests.support.flags import parse_config
 
 

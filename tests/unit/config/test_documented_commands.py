@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli.ranks import read_ranks
-from megatron_rl.config import RLConfig, read_config
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig
 
 REPOSITORY = Path(__file__).parents[3]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.config import resolve
+from megatron_rl.config.rl_config import resolve
 from megatron_rl.run.generation import evaluation_factory, request_factory
 
 TOKENIZER = SimpleNamespace(special_tokens={})

@@ -11,9 +11,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 import megatron_rl
-from megatron_rl.config import notes
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.rules import notes
 from tests.support.flags import parse_config
 
 LIBRARY = Path(megatron_rl.__file__).parent

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import read_config, typed_settings
 from megatron_rl.config.flags import flags_of
 from megatron_rl.config.hints import TABLE, foreign, foreign_hint
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import all_flags, typed_settings
 
 OURS = {text for flag in all_flags() for text in flag.spellings}
 

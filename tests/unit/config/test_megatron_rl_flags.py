@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.algorithms.batch import LOG_RATIO_LIMIT
 from megatron_rl.algorithms.extension import correction_of
-from megatron_rl.config import notes, resolve
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.rl_config import all_flags, resolve
+from megatron_rl.config.rules import notes
 
 MEGATRON = [
     "perform-rl-step", "rl-prompts-per-eval", "grpo-prompts-per-step", "grpo-group-size", "rl-generation-lag",

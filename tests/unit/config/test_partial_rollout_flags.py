@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config import resolve
+from megatron_rl.config.rl_config import resolve
 
 ON = {"rl_partial_rollouts": True}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config import read_config
-from megatron_rl.estimate import estimate
-from megatron_rl.estimate_table import report_text
+from megatron_rl.config.read import read_config
 from megatron_rl.families import Stages
+from megatron_rl.run.memory.estimate import estimate
+from megatron_rl.run.memory.estimate_table import report_text
 
 SUPERVISED = [
     "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "8", "--seq-length", "128", "--lr", "1e-3",

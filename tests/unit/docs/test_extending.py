@@ -12,15 +12,15 @@ import pytest
 import torch
 import yaml
 
-from megatron_rl.attention.backend import Numbers
-from megatron_rl.attention.self_check import fault_of_packed
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.families import read_model
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.extensions import extension_problems
+from megatron_rl.models.attention.backend import Numbers
+from megatron_rl.models.attention.self_check import fault_of_packed
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FAMILIES, FILTERS, LOSSES, RECIPES
+from megatron_rl.run.preflight.extensions import extension_problems
 from megatron_rl.types import Transcript
 from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits, reference_logits, write_model
 from tests.support.tokens import one_token_a_sample, step_rewards, token_batch
@@ -61,7 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_block_says_where_it_goes() -> None:
     assert set(files()) == {
         "echo.py", "rewards.py", "mine.py", "coarse.py", "mistral_calls.py", "megatron_rl/families/known/mistral.py",
-        "megatron_rl/attention/backends/one_by_one.py",
+        "megatron_rl/models/attention/backends/one_by_one.py",
     }  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_the_family_has_the_logits_of_transformers(
 
 
 def test_the_attention_backend() -> None:
-    backend = executed("megatron_rl/attention/backends/one_by_one.py").BACKEND
+    backend = executed("megatron_rl/models/attention/backends/one_by_one.py").BACKEND
     numbers = Numbers(torch.float32, torch.float32, width=16)
     assert fault_of_packed(backend.packed, numbers, heads=4, groups=2, device=torch.device("cpu")) is None
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import read_config, validate
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rules import validate
 from tests.unit.families.test_published_models import QWEN2_5
 
 ROOT = Path(__file__).parents[3]

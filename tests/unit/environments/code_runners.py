@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from megatron_rl.environments.base import HarnessEnvironment
+from megatron_rl.environments.sandbox import Limits, python_tool, run_python
 from megatron_rl.environments.tools import ToolEnvironment, tool
-from megatron_rl.sandbox import Limits, python_tool, run_python
 from megatron_rl.types import Task
 
 PYTHON, RUN = python_tool(Limits(cpu_s=5, wall_s=60.0))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.environments.base import HarnessEnvironment
-from megatron_rl.sandbox import run_python
+from megatron_rl.environments.sandbox import run_python
 from megatron_rl.types import Grade, Task
 
 

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 from megatron_rl.environments.results import judge
+from megatron_rl.environments.sandbox import execution, sandbox_problem
 from megatron_rl.environments.workers import WorkerPool
-from megatron_rl.sandbox import execution, sandbox_problem
 from megatron_rl.types import HarnessRun, Task, Turn
 from tests.unit.environments.code_runners import PYTHON, Solver
 

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from megatron_rl.environments import child
+from megatron_rl.environments.sandbox import sandbox_problem
 from megatron_rl.environments.scripted import always, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.sandbox import sandbox_problem
 from megatron_rl.types import Grade, HarnessRun, Task
 from tests.unit.environments.conftest import is_gone
 

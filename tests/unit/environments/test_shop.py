@@ -10,11 +10,11 @@ from itertools import islice
 import pytest
 
 from megatron_rl.environments.loader import find_environment
+from megatron_rl.environments.sandbox import sandbox_problem
 from megatron_rl.environments.scripted import always, script_of, scripted_model
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
-from megatron_rl.sandbox import sandbox_problem
 from megatron_rl.tokenizer import load_tokenizer
 from megatron_rl.types import Task, Turn
 from tests.support.ranks import REPOSITORY

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import megatron_rl.estimate
+import megatron_rl.run.memory.estimate
 from megatron_rl.algorithms import logprobs
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.attention import numbers_of
-from megatron_rl.config import RLConfig
-from megatron_rl.estimate import Estimate, estimate
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.models.attention.selection import numbers_of
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
-from megatron_rl.trainer import Optimization
+from megatron_rl.run.memory.estimate import Estimate, estimate
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
@@ -269,8 +269,8 @@ def test_training_logits(
     one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, is_fused: bool, changes: dict[str, object]
 ) -> None:
     """The most that output layer and log-probs allocate, forward and backward, in chunks that are small beside it."""
-    monkeypatch.setattr(megatron_rl.estimate, "PRODUCT_ELEMENTS", 2**17)
-    monkeypatch.setattr(megatron_rl.estimate, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(megatron_rl.run.memory.estimate, "PRODUCT_ELEMENTS", 2**17)
+    monkeypatch.setattr(megatron_rl.run.memory.estimate, "LOGITS_AT_ONCE", 2**14)
     monkeypatch.setattr(logprobs, "CPU_PRODUCT_ELEMENTS", 2**17)
     monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", 2**14)
     config = tiny_config(

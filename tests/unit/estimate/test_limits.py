@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.estimate import size_problems
+from megatron_rl.run.memory.estimate import size_problems
 from tests.support.tiny import tiny_config
 
 # 4 x 2^36 numbers for attention and 3 x 2^38 for the MLP, with gradients and moments 16 bytes each: 16 TiB.

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import RLConfig, read_config
-from megatron_rl.estimate import Estimate, estimate
-from megatron_rl.estimate_table import report_text
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.run.memory.estimate import Estimate, estimate
+from megatron_rl.run.memory.estimate_table import report_text
 from tests.support.recipes import launched
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo" / "run.sh"

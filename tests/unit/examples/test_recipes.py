@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import RLConfig, read_config
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.config import load_environment_specs
-from megatron_rl.estimate import estimate, size_problems
-from megatron_rl.preflight.machine import recipe_problems
+from megatron_rl.run.memory.estimate import estimate, size_problems
+from megatron_rl.run.preflight.machine import recipe_problems
 from tests.support.recipes import EXAMPLES, SCRIPTS, family, launched, promised
 from tests.unit.families.test_published_models import PUBLISHED
 

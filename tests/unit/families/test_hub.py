@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli.train import check
-from megatron_rl.config import read_config
+from megatron_rl.config.read import read_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import model_directory, read_model
 from megatron_rl.families.family import SMALL
-from megatron_rl.preflight.inputs import hugging_face_problems
-from megatron_rl.preflight.models import teacher_problems
-from megatron_rl.preflight.starts import first_weights
+from megatron_rl.run.preflight.inputs import hugging_face_problems
+from megatron_rl.run.preflight.models import teacher_problems
+from megatron_rl.run.preflight.starts import first_weights
 from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ModelLayout
 from megatron_rl.families.architecture import padded_vocabulary
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import parallel_linears
 from megatron_rl.quantization.stacks import StackedLinear
 from megatron_rl.registry import FAMILIES
@@ -82,8 +82,8 @@ def on_two_ranks(name: str, parallel: dict[str, int]) -> RLConfig:
 
 def one_of_two_ranks(parallel: dict[str, int], shapes: list[str]) -> list[dict[str, Any]]:
     """Runs on each rank: what the models of ``shapes`` are there."""
-    from megatron_rl.parallel import initialize
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.groups import initialize
 
     configs = [on_two_ranks(name, parallel) for name in shapes]
     initialize(configs[0].parallel, current_platform())

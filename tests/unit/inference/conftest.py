@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from tests.support.generation import randomise_vectors
 from tests.support.tiny import tiny_policy
 

@@ -14,8 +14,8 @@ from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.kv_cache import shared_out
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.sequence import SequenceStatus
-from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.types import Completion, Request
 from tests.support.generation import letters, ragged_requests, request, rollout_engine
 from tests.support.tiny import tiny_config, tiny_policy

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.engine import Engine
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.types import Completed
 from tests.support.generation import (
     drain,

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.types import Completion, Request
 from tests.support.generation import (
     drain,

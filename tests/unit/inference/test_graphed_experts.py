@@ -12,7 +12,7 @@ import torch
 from megatron_rl.inference import graphs
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graphs_of, possible_graphs
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.types import Completion
 from tests.support.generation import generate, largest_gap, ragged_requests, rollout_engine, tokens
 from tests.support.quantized import disturb, linears_of

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.attention import choose
-from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.graphs import graph_key_lengths, graph_sizes
 from megatron_rl.inference.sampler import SamplingModes
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.attention.backend import DeviceFacts
+from megatron_rl.models.attention.selection import choose
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.quantization.audit import observed
 from megatron_rl.run import generation
 from tests.support.generation import generate, largest_gap, ragged_requests, request, rollout_engine, tokens

@@ -7,10 +7,10 @@ import weakref
 import pytest
 import torch
 
-from megatron_rl.models import PolicyModel
-from megatron_rl.phases.cache import CacheResidency
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.memory import DeviceMemory
-from megatron_rl.trainer import Optimization
+from megatron_rl.run.memory.cache import CacheResidency
+from megatron_rl.trainer.optimizer import Optimization
 from tests.support.generation import generate, largest_gap, rollout_engine, tokens
 from tests.support.quantized import complete, disturb, linears_of, quantizable_policy, rollout_quantization
 from tests.support.tape import requests_of_a_step, taped

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.inference.output_processor import OutputProcessor
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from tests.support.generation import generate, request, rollout_engine
 
 READING_METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")

@@ -11,7 +11,7 @@ import torch
 from megatron_rl.errors import EngineError
 from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache, blocks_within, rows_within
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from tests.support.generation import rollout_engine
 
 FP32_ON_CPU = torch.float32, torch.device("cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.attention.kv_numbers import FP8, rounded_attention
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import tiny_config, tiny_policy

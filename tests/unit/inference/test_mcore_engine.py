@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.mcore import BLOCK_TOKENS
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from tests.support.generation import generate, mcore_engine, ragged_requests, request, tokens
 from tests.support.tiny import tiny_config, tiny_policy
 

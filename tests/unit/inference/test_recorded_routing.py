@@ -15,8 +15,8 @@ import torch
 from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.types import Completion, Request
 from tests.support.generation import (
     drain,

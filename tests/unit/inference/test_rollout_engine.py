@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.arithmetic import FEWEST_ROWS
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.types import Completion
 from tests.support.generation import (
     END,

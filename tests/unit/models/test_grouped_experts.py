@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, ragged_requests, rollout_engine

@@ -13,7 +13,7 @@ from megatron_rl.models.spec import (
     WholeColumnLinear,
     WholeRowLinear,
 )
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
 
 STOCK = {WholeColumnLinear: ColumnParallelLinear, WholeRowLinear: RowParallelLinear}
@@ -59,7 +59,7 @@ def test_biases_are_put_where_stock_puts_them(one_rank: ParallelGroups) -> None:
 
 
 def test_several_tensor_parallel_ranks_keep_the_stock_layers(one_rank: ParallelGroups) -> None:
-    from megatron_rl.models import build_transformer_config
+    from megatron_rl.models.gpt import build_transformer_config
     from megatron_rl.models.spec import layer_spec
     from megatron_rl.platform import current_platform
     from megatron_rl.platform.megatron import submodules_of

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.models import rollout_mode
+from megatron_rl.models.gpt import rollout_mode
 from megatron_rl.models.rollout_ops import TorchNorm, is_rms
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 

@@ -8,7 +8,7 @@ import torch
 from megatron_rl.families import Parameter
 from megatron_rl.families.layout import EMBEDDING
 from megatron_rl.models.parameters import part_of
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
 
 WHOLE = torch.arange(8).view(4, 2)

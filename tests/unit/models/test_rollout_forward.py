@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.attention import PackedPlan
-from megatron_rl.models import PolicyModel, RolloutForward
-from megatron_rl.models.rollout import RolloutLayer
+from megatron_rl.models.attention.plan import PackedPlan
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.rollout import RolloutForward, RolloutLayer
 from megatron_rl.quantization.audit import observed
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens
 from tests.support.tiny import tiny_config, tiny_policy

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.attention.kv_numbers import FP8, KVNumbers
-from megatron_rl.attention.plan import rotate
+from megatron_rl.models.attention.kv_numbers import FP8, KVNumbers
+from megatron_rl.models.attention.plan import rotate
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing
 from tests.support.interpreter import INTERPRETED, run_interpreted

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_rl.models import RolloutForward
+from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES

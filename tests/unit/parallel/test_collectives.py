@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel.collectives import (
+from megatron_rl.platform.collectives import (
     any_rank,
     broadcast_json,
     gather_json,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_policy
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.models import PolicyModel
-from megatron_rl.phases.cache import CacheResidency, plan_cache
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.run.memory.cache import CacheResidency, plan_cache
 from tests.support.generation import generate, ragged_requests, rollout_engine, tokens
 
 GB = 2**30

@@ -10,11 +10,11 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.phases import holdings
-from megatron_rl.phases.holdings import Gradients, OptimizerState, state_storages
 from megatron_rl.platform import memory
-from megatron_rl.trainer import Optimization
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.run.memory import holdings
+from megatron_rl.run.memory.holdings import Gradients, OptimizerState, state_storages
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import EngineError
-from megatron_rl.estimate import estimate, slot_bytes
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.phases import Phases
-from megatron_rl.phases.holdings import Gradients, state_storages
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.trainer import Optimization
+from megatron_rl.run.memory.estimate import estimate, slot_bytes
+from megatron_rl.run.memory.holdings import Gradients, state_storages
+from megatron_rl.run.memory.phases import Phases
+from megatron_rl.trainer.optimizer import Optimization
 from tests.support.generation import rollout_engine
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
@@ -141,8 +141,8 @@ def test_an_update_takes_state_activations_and_logits(one_rank: ParallelGroups, 
 
 def budget_of_unequal_ranks() -> list[float | None]:
     """Runs on each rank: budgets when rank 1 has the least memory, and whether the cache stays."""
-    from megatron_rl.parallel import initialize
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.groups import initialize
 
     changes = {"tensor_model_parallel_size": 2}
     config = tiny_config(2, **changes)

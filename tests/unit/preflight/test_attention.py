@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl import platform
-from megatron_rl.attention import selection
-from megatron_rl.attention.backend import DeviceFacts
-from megatron_rl.preflight.machine import attention_problems
+from megatron_rl.models.attention import selection
+from megatron_rl.models.attention.backend import DeviceFacts
+from megatron_rl.run.preflight.machine import attention_problems
 from tests.support.tiny import tiny_config
 
 

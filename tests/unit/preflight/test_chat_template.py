@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.errors import ConfigError
-from megatron_rl.preflight.chats import chat_format, chat_problems, template_problems
+from megatron_rl.run.preflight.chats import chat_format, chat_problems, template_problems
 from megatron_rl.tokenizer import load_tokenizer
 from tests.support.tiny import tiny_config, write_tokenizer
 

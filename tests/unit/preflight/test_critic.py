@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.models import critic_problems
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.run.preflight.models import critic_problems
 from megatron_rl.run.weights import first_critic
 from megatron_rl.tokenizer import load_tokenizer
 from tests.support.hugging_face import hf_run, loaded_policy, write_model

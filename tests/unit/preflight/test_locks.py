@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.preflight.machine import LOCK, lock
+from megatron_rl.run.preflight.machine import LOCK, lock
 from tests.support.tiny import tiny_config
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl import main
 from megatron_rl.errors import Problem
 from megatron_rl.platform import Platform
-from megatron_rl.preflight.machine import quantization_problems, service_problems
+from megatron_rl.run.preflight.machine import quantization_problems, service_problems
 from tests.support.tiny import tiny_config
 
 

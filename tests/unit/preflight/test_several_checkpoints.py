@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import RLConfig
-from megatron_rl.preflight.starts import checkpoint_problems, evaluated
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.run.preflight.starts import checkpoint_problems, evaluated
 
 
 @pytest.fixture

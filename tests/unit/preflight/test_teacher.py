@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import problem_lines
 from megatron_rl.families.family import SMALL
-from megatron_rl.preflight.models import teacher_problems
+from megatron_rl.run.preflight.models import teacher_problems
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from tests.support.hugging_face import write_model
 from tests.support.tiny import tiny_config, write_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.preflight.inputs import tokenizer_problems
+from megatron_rl.run.preflight.inputs import tokenizer_problems
 from megatron_rl.tokenizer import load_tokenizer
 from tests.support.tiny import tiny_config, write_tokenizer
 

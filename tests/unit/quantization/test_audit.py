@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.quantization.audit import FULL_PRECISION, LayerAudit, audit, observed, refuse_other_formats, table_rows
 from megatron_rl.quantization.copies import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears

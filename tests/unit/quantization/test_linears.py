@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.memory import take_back
 from megatron_rl.quantization.audit import AUDITED_TOKENS, observed
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears

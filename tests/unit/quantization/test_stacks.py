@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES

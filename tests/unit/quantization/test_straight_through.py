@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.models import PolicyModel
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.quantization.copies import QuantizedLinear
 from tests.support.quantized import QUANTIZING, linears_of, quantizable_policy
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.algorithms.filters import signal
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.collector import Collector, DynamicSampling
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import ExtraGroups, StepJournal

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult

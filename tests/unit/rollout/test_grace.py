@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl import signals
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.signals import StopRequest
 from tests.support.toy import toy_tokenizer

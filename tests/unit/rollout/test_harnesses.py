@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from megatron_rl.endpoint.calls import Endpoint
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.harnesses import HarnessSettings
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.partial import (
     PartialRollouts,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.algorithms.filters import accuracy, signal
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.quota import COUNTS, IDLE, OPEN, Quota, counts_in
 from megatron_rl.types import RolloutGroup
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import GradeFunction
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult

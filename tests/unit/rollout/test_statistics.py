@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.partial import lag_metrics
 from megatron_rl.rollout.statistics import (
     Failures,

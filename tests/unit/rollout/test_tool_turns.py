@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.results import judge
 from megatron_rl.environments.tools import ToolEnvironment, tool
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.signals import StopRequest

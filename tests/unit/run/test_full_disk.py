@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.reporting import Reporter
 from megatron_rl.types import Grade
 from tests.support.forks import run_python

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.sandbox import Limits
+from megatron_rl.environments.sandbox import Limits
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.sandbox import Execution, Limits, execution
-from megatron_rl.sandbox.plan import NAMESPACES, Plan, plan_for
+from megatron_rl.environments.sandbox import Execution, Limits, execution
+from megatron_rl.environments.sandbox.plan import NAMESPACES, Plan, plan_for
 
 LAUNCHER = Path(execution.LAUNCHER).read_text(encoding="utf-8")
 

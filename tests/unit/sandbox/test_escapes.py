@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.sandbox import Limits, sandbox_problem
-from megatron_rl.sandbox.view import interpreter
+from megatron_rl.environments.sandbox import Limits, sandbox_problem
+from megatron_rl.environments.sandbox.view import interpreter
 from tests.unit.sandbox.attempts import ATTEMPTS, CALLS, DAEMON, SEVERAL, Attempt, call
 from tests.unit.sandbox.mutants import LAUNCHER, TEXT, run
 
@@ -130,7 +130,7 @@ def test_a_daemon_does_not_outlive_its_program(without, tmp_path, monkeypatch):
 
 CALLER = """
 import sys
-from megatron_rl.sandbox import execution, run_python
+from megatron_rl.environments.sandbox import execution, run_python
 execution.LAUNCHER = sys.argv[2]
 token = sys.argv[1].removeprefix("not ")
 run_python(f"import os, sys, time\\nprint(flush=True)\\nos.execv(sys.executable, "

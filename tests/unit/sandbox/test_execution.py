@@ -12,8 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_rl.sandbox import Limits, SandboxUnavailable, execution, probe, python_tool, run_python, sandbox_problem
-from megatron_rl.sandbox.plan import plan_for
+from megatron_rl.environments.sandbox import (
+    Limits,
+    SandboxUnavailable,
+    execution,
+    probe,
+    python_tool,
+    run_python,
+    sandbox_problem,
+)
+from megatron_rl.environments.sandbox.plan import plan_for
 from tests.unit.sandbox.mutants import LAUNCHER, PLAN
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem())
@@ -268,7 +276,7 @@ def test_a_kernel_that_ignores_a_limit_is_found_out(without, named, monkeypatch)
 
 def test_limits_above_those_of_the_process_itself():
     code = (
-        "import resource\nfrom megatron_rl.sandbox import run_python, SandboxUnavailable\n"
+        "import resource\nfrom megatron_rl.environments.sandbox import run_python, SandboxUnavailable\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
         "try: run_python('')\nexcept SandboxUnavailable as error: print(error)"
     )

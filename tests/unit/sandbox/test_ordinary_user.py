@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.sandbox import sandbox_problem
+from megatron_rl.environments.sandbox import sandbox_problem
 from tests.unit.sandbox.ordinary_user import USER
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.sandbox import seccomp
+from megatron_rl.environments.sandbox import seccomp
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 HEADERS = {

@@ -13,9 +13,9 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.hf_config import end_token_ids
 from megatron_rl.inference.mcore import McoreEngine
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.inputs import open_tokenizer, tokenizer_problems
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.generation import build_engine, stop_strings
+from megatron_rl.run.preflight.inputs import open_tokenizer, tokenizer_problems
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from tests.support.generation import generate, ragged_requests
 from tests.support.tiny import tiny_config, tiny_policy, write_tokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.environments.tool_calls import Parsed, parse, parser_for
 from megatron_rl.registry import PARSERS
-from megatron_rl.tool_calls import Parsed, parse, parser_for
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
 ADD = ("add", {"a": 1})

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.tool_calls import checked_tools, parse
-from megatron_rl.tool_calls.schemas import fault_of, schemas_of
+from megatron_rl.environments.tool_calls import checked_tools, parse
+from megatron_rl.environments.tool_calls.schemas import fault_of, schemas_of
 
 
 def tool(name: Any = "add", **function: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import LOSSES
-from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import reduced, update

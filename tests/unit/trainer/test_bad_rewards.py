@@ -20,7 +20,7 @@ from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.wire import write_address
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.loop import rl_step
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.rl import RLRun
 from megatron_rl.run.training import StepResult
 from megatron_rl.trainer.policy import sequence_advantages

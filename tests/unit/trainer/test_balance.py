@@ -9,11 +9,12 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.models import BalanceLosses, PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.routing import BalanceLosses
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.weights import first_critic
-from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate, without_loss
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update

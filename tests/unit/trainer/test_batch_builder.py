@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.batches import BatchBuilder
 from tests.support.ranks import joined, run_ranks
 from tests.support.samples import make_sample

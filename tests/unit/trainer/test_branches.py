@@ -24,7 +24,7 @@ from megatron_rl.algorithms.covariance import places
 from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.algorithms.losses import gspo
 from megatron_rl.algorithms.objective import PolicyObjective
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate, without_loss
 from megatron_rl.trainer.policy import advantage_metrics, sequence_advantages
 from megatron_rl.trainer.samples import SampleBuilder

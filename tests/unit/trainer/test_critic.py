@@ -13,12 +13,12 @@ from megatron_rl.algorithms.advantages import gae
 from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.weights import first_critic
-from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer, before, value_metrics, whitened
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
-from megatron_rl.trainer.policy import ReferencePolicy
+from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.samples import all_equal, make_sample, random_samples, rewards_of, weights_of
 from tests.support.tiny import tiny_config, tiny_policy

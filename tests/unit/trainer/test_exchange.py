@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.batches import exchange_samples
 from tests.support.ranks import joined, run_ranks
 

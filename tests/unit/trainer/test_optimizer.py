@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.checkpoint.tensors import separate_step_counters
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer import Optimization
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update

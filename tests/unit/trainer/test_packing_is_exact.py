@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.samples import random_samples

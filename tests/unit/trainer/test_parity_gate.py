@@ -12,10 +12,10 @@ import torch
 
 from megatron_rl.algorithms import StepRewards, TokenBatch
 from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
-from megatron_rl.attention.kv_numbers import FP8, rounded_attention
 from megatron_rl.errors import TrainingError
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.parity import ParityGate, ParityReport, agreement
 from megatron_rl.trainer.scoring import Scorer

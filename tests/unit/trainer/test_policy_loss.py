@@ -29,7 +29,7 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.losses import clip
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import reduced

@@ -12,11 +12,11 @@ from megatron_rl.algorithms.advantages import grpo
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
-from megatron_rl.trainer.policy import ReferencePolicy
+from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import RolloutGroup

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.optimizer import Optimization
 
 
 @pytest.mark.parametrize(

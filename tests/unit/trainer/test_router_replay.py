@@ -12,13 +12,13 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
-from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
-from megatron_rl.trainer.policy import ReferencePolicy
+from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, ragged_requests, randomise_vectors, rollout_engine
 from tests.support.samples import own_reward, random_samples, rewards_of, with_experts

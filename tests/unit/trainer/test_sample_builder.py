@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.advantages import batch_norm, dr_grpo
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.types import RolloutGroup
 from tests.support.generation import versions_of

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.training import StepResult, book
 from megatron_rl.trainer.optimizer import Schedule

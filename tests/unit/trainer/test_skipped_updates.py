@@ -11,10 +11,11 @@ import torch
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.errors import TrainingError
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.progress import MAX_CONSECUTIVE_SKIPS, Progress
-from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
+from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.samples import all_equal, own_reward, random_samples, rewards_of, tiny_optimization, weights_of
 from tests.support.tokens import correction

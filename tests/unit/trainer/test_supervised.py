@@ -10,11 +10,10 @@ import torch
 
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer import SupervisedTrainer
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.supervised import DemonstrationSource
+from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
 from megatron_rl.types import Demonstration, Task
 from tests.support.samples import random_samples, tiny_optimization
 from tests.support.toy import LETTERS, toy_tokenizer

@@ -19,10 +19,10 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.algorithms.objective import objective_metrics
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import CheckpointError
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher

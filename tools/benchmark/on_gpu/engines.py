@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_rl.attention.selection import facts_of
-from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
-from megatron_rl.models import PolicyModel, build_model, rollout_mode
-from megatron_rl.parallel import seed_everything
+from megatron_rl.models.attention.selection import facts_of
+from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
+from megatron_rl.platform.groups import seed_everything
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.registry import BACKENDS
 from megatron_rl.run.generation import build_engine

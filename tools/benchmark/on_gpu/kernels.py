@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_rl.attention.backend import Backend, CacheKernel, Numbers
-from megatron_rl.attention.selection import facts_of
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
-from megatron_rl.models import build_model
-from megatron_rl.parallel import seed_everything
+from megatron_rl.models.attention.backend import Backend, CacheKernel, Numbers
+from megatron_rl.models.attention.selection import facts_of
+from megatron_rl.models.gpt import build_model
+from megatron_rl.platform.groups import seed_everything
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.recipe import Packing, Recipe

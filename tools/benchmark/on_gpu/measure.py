@@ -13,8 +13,8 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.inference.graphs import CudaRecorder
-from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import Platform
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization import formats
 from tools.benchmark.common import Shape
 from tools.benchmark.on_gpu.shapes import LARGE, MIDDLE, SMALL

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import build_model
-from megatron_rl.parallel import seed_everything
+from megatron_rl.models.gpt import build_model
+from megatron_rl.platform.groups import seed_everything
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.signals import StopRequest
 from megatron_rl.trainer.batches import BatchBuilder

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.arithmetic import LOGITS_AT_ONCE
-from megatron_rl.config import RLConfig, read_config
+from megatron_rl.config.read import read_config
+from megatron_rl.config.rl_config import RLConfig
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def memory(model: Model, layout: Layout, context: int, tokens: int) -> Memory:
 def activation_bytes(model: Model, layout: Layout, tokens: int, is_last: bool) -> float:
     """Of the first stage, or the last with its logits; all layers recomputed, ``tokens`` on each rank.
 
-    As `megatron_rl.estimate` counts: inputs of all layers of the micro-batches on their way, and one layer in full.
+    As `run.memory.estimate` counts: inputs of all layers of the micro-batches on their way, and one layer in full.
     """
     border = tokens / layout.tensor * model.hidden
     layers, in_flight = math.ceil(model.layers / layout.pipeline), 1 if is_last else layout.pipeline

@@ -1,0 +1,147 @@
+"""What the launcher is told: the whole sandbox as data, so that each protection has one place and can be tested."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import platform
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+
+from megatron_rl.environments.sandbox import seccomp
+from megatron_rl.environments.sandbox.limits import Limits, SandboxUnavailable
+from megatron_rl.environments.sandbox.view import DEVICES, PACKAGES, interpreter, packages_view, system_view
+
+NAMESPACES = {
+    "mount": 0x00020000,
+    "host name": 0x04000000,
+    "ipc": 0x08000000,
+    "user": 0x10000000,
+    "process": 0x20000000,
+    "network": 0x40000000,
+}
+"""``CLONE_NEW*`` of linux/sched.h."""
+OLDEST_KERNEL = (5, 14)
+"""Before it RLIMIT_NPROC counted all processes of a user, wherever they ran, and 5.12 brought ``mount_setattr``."""
+PROGRAM = "main.py"
+MAX_NAME, MAX_PATH = 255, 4000
+"""Bytes of a name and of a path that the kernel takes."""
+ENVIRONMENT = {
+    "HOME": "/work",
+    "TMPDIR": "/work",
+    "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "1",  # each further one takes 64 MiB of address space
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONPATH": PACKAGES,
+}
+"""All of the program's variables."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    parent: int
+    """The process whose end ends all."""
+    namespaces: int
+    shown: Sequence[tuple[str, str]]
+    """Paths outside and inside, read-only."""
+    devices: Sequence[tuple[str, str]]
+    links: Sequence[tuple[str, str]]
+    hidden: Sequence[str]
+    """Directories in what is shown that are to be empty."""
+    home: str
+    """Options of the file system that the program may write to."""
+    files: Mapping[str, bytes]
+    """Names in it, and contents."""
+    limits: Mapping[str, tuple[int, int]]
+    """``RLIMIT_*``: soft and hard."""
+    filter: bytes
+    """The kernel calls allowed (``seccomp.py``)."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+    def encoded(self) -> bytes:
+        """As the launcher, which has the same Python, reads it: length in 8 bytes, and then ``marshal``."""
+        data = marshal.dumps(asdict(self))
+        return len(data).to_bytes(8, "little") + data
+
+
+def plan_for(
+    code: str, limits: Limits, files: Mapping[str, str | bytes] | None = None, packages: Sequence[str] = ()
+) -> Plan:
+    """The sandbox for a program.
+
+    Raises:
+        SandboxUnavailable: the kernel or processor is not known to enforce it.
+        ValueError: a name in ``files`` or ``packages`` that cannot be, or more than ``limits`` have room for.
+    """
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine not in seccomp.ARCHITECTURES:
+        here = f"{platform.system()} on {machine}"
+        raise SandboxUnavailable(f"a sandbox needs Linux on x86_64 or aarch64, and this is {here}")
+    if _kernel() < OLDEST_KERNEL:
+        raise SandboxUnavailable(f"a sandbox needs Linux 5.14 or later, and this is {platform.release()}")
+    shown, links, hidden = system_view()
+    texts = {**(files or {}), PROGRAM: code}
+    contents = {name: text.encode(errors="replace") if isinstance(text, str) else text for name, text in texts.items()}
+    _check_files(contents, limits)
+    return Plan(
+        parent=os.getpid(),
+        namespaces=sum(NAMESPACES.values()),
+        shown=[*shown, *packages_view(packages)],
+        devices=[(device, device) for device in DEVICES],
+        links=links,
+        hidden=hidden,
+        home=f"size={limits.disk_mb}m,nr_inodes={limits.files + 2},mode=700",
+        files=contents,
+        limits=resource_limits(limits),
+        filter=seccomp.program(machine, limits.processes > 1),
+        command=[interpreter(), "-s", "-B", "-X", "utf8", PROGRAM],
+        environment=ENVIRONMENT,
+    )
+
+
+def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
+    """``RLIMIT_*`` of a process; ``SandboxUnavailable`` for more than this process may itself have."""
+    # the two processes around the program are of the same user where that is not root's to change
+    tasks = limits.threads + limits.processes + 2
+    values = {
+        "RLIMIT_AS": limits.memory_mb * 2**20,
+        "RLIMIT_FSIZE": limits.file_mb * 2**20,
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_NPROC": tasks,
+        "RLIMIT_SIGPENDING": 256,  # timers, which the kernel keeps
+    }
+    for name, value in values.items():
+        _, hard = resource.getrlimit(getattr(resource, name))
+        if hard != resource.RLIM_INFINITY and hard < value:
+            why = f"{name} of this process is {hard}, and the limits ask for {value}; ask for less, or raise it"
+            raise SandboxUnavailable(why)
+    _, core = resource.getrlimit(resource.RLIMIT_CORE)
+    values["RLIMIT_CORE"] = core and 1  # no file is that short; with 0 a core_pattern that is a program is still run
+    # at the first SIGXCPU, which can be caught, and then SIGKILL
+    return {name: (value, value) for name, value in values.items()} | {"RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1)}
+
+
+def _check_files(contents: Mapping[str, bytes], limits: Limits) -> None:
+    folders = {str(folder) for name in contents for folder in PurePosixPath(name).parents} - {"."}
+    for name in contents:
+        path, data = PurePosixPath(name), name.encode(errors="ignore")
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
+            raise ValueError(f"files has the name {name!r:.100}; give a relative path without '..'")
+        if data.decode() != name or len(data) > MAX_PATH or max(map(len, data.split(b"/"))) > MAX_NAME:
+            why = f"no file can have it; give UTF-8 of at most {MAX_NAME} bytes, {MAX_PATH} with its folders"
+            raise ValueError(f"files has the name {name!r:.100}: {why}")
+        if name in folders:
+            raise ValueError(f"files has {name!r:.100} and a file below it; give one of them another name")
+    page = resource.getpagesize()
+    size, count = sum(-(-len(content) // page) * page for content in contents.values()), len(contents) + len(folders)
+    if size > limits.disk_mb * 2**20 // 2 or count > limits.files // 2:
+        most = f"half of disk_mb ({limits.disk_mb}) and of files ({limits.files})"
+        raise ValueError(f"the program and its files are {count} with folders, of {size} bytes; {most} is the most")
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in platform.release().split("-")[0].split(".")[:2] if number.isdigit())

@@ -1,0 +1,87 @@
+"""Calls of tools in what a model says: read in the form that its chat template shows, checked against their schemas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.environments.tool_calls.parser import Schemas, Unreadable
+from megatron_rl.environments.tool_calls.schemas import Tools, checked_tools, fault_of, schemas_of
+from megatron_rl.errors import one_line, shorten
+from megatron_rl.json_text import dumps
+from megatron_rl.registry import PARSERS, unknown
+
+__all__ = ["Parsed", "ToolCall", "Tools", "checked_tools", "parse", "parser_for"]
+
+DEFAULT = "hermes"
+"""Where no chat template says how calls are written."""
+MOST_UNREADABLE = 100
+"""An answer with so many has no calls at all. Each costs time in proportion to the answer: json counts its lines."""
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call; ``problem`` says why it cannot be made: there is no such function, or it takes other arguments."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+
+    def as_message(self) -> dict[str, Any]:
+        """An element of a message's ``tool_calls`` as in OpenAI's API."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": dumps(dict(self.arguments))},
+        }
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """An answer of the model."""
+
+    content: str
+    """All but its calls; what cannot be read as a call is part of it."""
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Of each call that cannot be read; 100 at most."""
+
+
+def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, prefix: str = "call") -> Parsed:
+    """The calls of an answer, with the ids ``call_0``, ``call_1`` ...; raises nothing whatever the text.
+
+    ``tools`` are checked. A thought is searched for no calls.
+    """
+    schemas = schemas_of(tools)
+    thought, mark, said = text.partition(END_OF_THOUGHT)
+    if not mark:
+        thought, said = ("", text) if not text.lstrip().startswith(THOUGHT) else (text, "")
+    content, calls, problems = [thought + mark], [], []
+    for piece in PARSERS.get(parser).read(said, schemas):
+        if isinstance(piece, str):
+            content.append(piece)
+        elif isinstance(piece, Unreadable):
+            content.append(piece.text)
+            problems.append(f"a call cannot be read: {one_line(piece.problem)}")
+            if len(problems) == MOST_UNREADABLE:
+                return Parsed(text, (), tuple(problems))
+        else:
+            calls.append(ToolCall(f"{prefix}_{len(calls)}", *piece, problem=_problem(*piece, schemas)))
+    shown = "".join(content)
+    return Parsed(shown.strip() if calls else shown, tuple(calls), tuple(problems))
+
+
+@functools.cache
+def parser_for(template: str) -> str:
+    """The parser of calls as a chat template shows them; empty where no parser knows its form."""
+    return next((name for name in PARSERS.names() if PARSERS.get(name).writes(template)), "")
+
+
+def _problem(name: str, arguments: Mapping[str, Any], schemas: Schemas) -> str:
+    if name not in schemas:
+        return f"there is no function {unknown(name[:100], schemas)}" if schemas else f"no function {shorten(name)}"
+    return fault_of(arguments, schemas[name])

@@ -1,0 +1,39 @@
+"""Attention over a paged cache in plain torch, on every device: gathers a row's blocks, then the written-out product.
+
+The twin that the kernels over pages are compared with, and the way to run the paged scheduler without a GPU.
+It copies the keys and values it reads, so it is never chosen automatically.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.models.attention.backend import Backend, CacheKernel, KVCache, NewTokens, anywhere
+from megatron_rl.models.attention.backends.sdpa import CachePlan, plan_decode, plan_extend
+
+
+def _prepare_decode(
+    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
+) -> CachePlan:
+    pages = _pages(cache, cache.table[: positions.shape[0]], key_length)
+    return plan_decode(pages, positions, pages.shape[1] * cache.block_size, cache.dtype, window)
+
+
+def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> CachePlan:
+    pages = _pages(cache, cache.table.index_select(0, new.rows), new.key_length)
+    return plan_extend(pages, new, pages.shape[1] * cache.block_size, cache.dtype, window)
+
+
+def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor:
+    """[N, pages that reach key_length] int64."""
+    return table[:, : -(-key_length // cache.block_size)].long()
+
+
+def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
+    kept = (stored[layer][plan.where].flatten(1, 2).transpose(1, 2) for stored in (cache.keys, cache.values))
+    return plan.attend(query, *cache.numbers.unpack(layer, *kept))
+
+
+BACKEND = Backend(
+    "paged", anywhere, None, CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend, windows=True)
+)

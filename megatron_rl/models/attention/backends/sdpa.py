@@ -1,0 +1,294 @@
+"""torch's scaled_dot_product_attention, on every device, over rows.
+
+A packed batch is laid out as padded rows for the product, sequences of similar length together, and packed again
+after it, so the mask is causal per sequence and never T x T over the whole batch.
+
+A CPU spells the product out, for the trainer and for the rollout engine alike: its results do not depend on how many
+rows are computed together, so the log-probs of both agree to the bit in fp32, instead of to 2e-5 for the least likely
+tokens of a sharp model (docs/decisions/001).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.arithmetic import FEWEST_ROWS
+from megatron_rl.models.attention.backend import (
+    Backend,
+    CacheKernel,
+    KVCache,
+    NewTokens,
+    PackedKernel,
+    SpanKernel,
+    anywhere,
+)
+from megatron_rl.models.attention.padded import BUCKET_CELLS, CUDA_BUCKET_CELLS, Buckets, PaddedRows, cheapest_borders
+
+EXPLICIT_LENGTH = 256
+"""Longest row for which the CPU spells the product out; beyond it the flash kernel wins time and memory."""
+QUERIES_AT_ONCE = 512
+"""Of a long span: the mask has as many rows, and keys beyond the last of them are not looked at. Not tuned."""
+
+
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets
+) -> torch.Tensor:
+    """See `PackedKernel.attend`."""
+    if len(buckets.rows) == 1:
+        return padded_attention(query, key, value, buckets.rows[0], buckets.window)
+    # split and cat: the gradient of a slice would be a zeroed copy of the whole for every bucket.
+    parts = (packed.split(buckets.tokens) for packed in (query, key, value))
+    return torch.cat([padded_attention(*part, buckets.window) for part in zip(*parts, buckets.rows, strict=True)])
+
+
+def padded_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows, window: int | None = None
+) -> torch.Tensor:
+    """One bucket, ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``.
+
+    A padding cell is a copy of token 0 behind the sequence's end: causality keeps it from every
+    real token, and its own output is never gathered.
+    """
+    padded = rows.pad(query), rows.pad(key), rows.pad(value)
+    if query.device.type == "cpu" and rows.longest <= EXPLICIT_LENGTH:
+        return rows.unpad(attend_heads(*padded, causal_mask(rows.longest, query.dtype, window)))
+    if window is not None and window < rows.longest:
+        return rows.unpad(_windowed_attention(*padded, window))
+    output = functional.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
+    return rows.unpad(output)
+
+
+def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+    """Additive mask [length, length]: -inf where a key lies behind the token or out of its window, else 0."""
+    hidden = torch.full((length, length), float("-inf"), dtype=dtype)
+    return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
+
+
+def _windowed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+) -> torch.Tensor:
+    """``[B, heads, L, D]`` -> the same: some queries at a time, against no more keys than they see."""
+    parts, length = [], query.shape[2]
+    for start in range(0, length, QUERIES_AT_ONCE):
+        end, first = min(start + QUERIES_AT_ONCE, length), max(0, start - window + 1)
+        positions = torch.arange(start - first, end - first, device=query.device)
+        mask = hide_keys(positions, end - first, query.dtype, window)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], attn_mask=mask, enable_gqa=True
+            )
+        )
+    return torch.cat(parts, 2)
+
+
+def attend_one_token(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """One new token a row -> ``[N, 1, query_heads * D]``.
+
+    ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive.
+    Query heads of a group are folded into the query length, so the cache is read once a group and never expanded.
+    Not differentiable.
+    """
+    rows, _, heads, width = query.shape
+    groups, keys = key.shape[1:3]
+    share = heads // groups
+    # The idle rows that keep the arithmetic are zeros; the scale is multiplied in as the others are written.
+    folded = query.new_zeros(rows, groups, max(share, FEWEST_ROWS if query.device.type == "cpu" else 1), width)
+    torch.mul(query.reshape(rows, groups, share, width), width**-0.5, out=folded[:, :, :share])
+    # As `attend_heads`, spelt with bmm: of its views and expansions nothing is needed here.
+    scores = torch.bmm(folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
+    scores.view(rows, groups, -1, keys).add_(mask)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    output = torch.bmm(weights, value.flatten(0, 1)).view(rows, groups, -1, width)
+    return output[:, :, :share].reshape(rows, 1, heads * width)
+
+
+def attend_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32, differentiable: several tokens a row.
+
+    ``query`` [B, heads, L, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` [L, K] or [B, 1, L, K] additive
+    -> ``[B, heads, L, D]``.
+    """
+    count, heads, length, width = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    folded = query.reshape(count, groups, share * length, width)
+    repeated = mask.repeat(*(1 for _ in mask.shape[:-2]), share, 1)
+    scores = torch.matmul(folded * width**-0.5, key.transpose(-1, -2)).add_(repeated)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    return torch.matmul(weights, value).view(count, heads, length, width)
+
+
+def hide_keys(
+    positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
+) -> torch.Tensor:
+    """Additive mask [N, keys]: -inf where a key lies behind the token at ``positions`` [N] or out of its window."""
+    columns = torch.arange(keys, device=positions.device)
+    mask = torch.zeros(positions.shape[0], keys, dtype=dtype, device=positions.device)
+    mask.masked_fill_(columns > positions[:, None], float("-inf"))
+    if window is not None:
+        # Idle rows may lie beyond all keys. If none were left to them, the cache would get NaN, which a mask keeps.
+        mask.masked_fill_(columns <= positions.clamp_max(keys - 1)[:, None] - window, float("-inf"))
+    return mask
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """One new token a row, or with ``rows`` several."""
+
+    where: Any
+    """What says which part of the cache is read."""
+    mask: torch.Tensor
+    """[N, 1, 1 or longest, keys], 0 or -inf."""
+    rows: PaddedRows | None = None
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """``query`` [T, 1, heads, D] against what was read, [N, groups, keys, D]."""
+        if self.rows is None:
+            return attend_one_token(query, keys, values, self.mask)
+        return self.rows.unpad(attend_heads(self.rows.pad(query), keys, values, self.mask))
+
+
+def plan_decode(
+    where: Any, positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
+) -> CachePlan:
+    """For new tokens at ``positions`` [N], of which each sees the keys up to its own, the last ``window`` at most."""
+    return CachePlan(where, hide_keys(positions, keys, dtype, window)[:, None, None])
+
+
+def plan_extend(
+    where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None
+) -> CachePlan:
+    """The same for several tokens a sequence."""
+    rows = PaddedRows.build(new.lengths, new.cu_seqlens, new.offsets)
+    mask = hide_keys(new.position_ids.index_select(0, rows.gather), keys, dtype, window)
+    return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Neighbouring spans of a context-parallel rank that are computed together."""
+
+    queries: int
+    """Tokens."""
+    keys: int
+    padded: CachePlan | None = None
+    """Of short ones; None: a single long one."""
+    key_rows: PaddedRows | None = None
+    mask: torch.Tensor | None = None
+    """Of a long one: fp32, 0 or -inf, for the last queries and keys there are in any span."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """``query`` [queries, 1, heads, D], ``key`` and ``value`` [keys, 1, groups, D] -> [queries, 1, heads * D]."""
+        if self.padded is not None:
+            return self.padded.attend(query, self.key_rows.pad(key), self.key_rows.pad(value))
+        query, key, value = (packed.permute(1, 2, 0, 3) for packed in (query, key, value))
+        done, parts = 0, []
+        for part in query.split(self.mask.shape[0], dim=2):
+            done += part.shape[2]
+            seen = self.keys - self.queries + done
+            mask = self.mask[-part.shape[2] :, -seen:].to(query.dtype)
+            parts.append(
+                functional.scaled_dot_product_attention(
+                    part, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, enable_gqa=True
+                )
+            )
+        return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
+
+
+def prepare_spans(share: ContextShare, window: int | None = None) -> list[_Spans]:
+    """Long spans one by one, short ones of similar length together, padded."""
+    device, spans = share.keys.device, list(zip(share.query_lengths, share.key_lengths, strict=True))
+    longest = max(share.key_lengths)
+    height = min(QUERIES_AT_ONCE, max(share.query_lengths))
+    corner = hide_keys(torch.arange(longest - height, longest, device=device), longest, torch.float32, window)
+    found, cells = [], CUDA_BUCKET_CELLS if share.keys.is_cuda else BUCKET_CELLS
+    for are_short, run in itertools.groupby(spans, lambda span: span[1] <= EXPLICIT_LENGTH):
+        queries, keys = zip(*run, strict=True)
+        if are_short:
+            borders = cheapest_borders(keys, cells)
+            parts = zip(borders, borders[1:], strict=False)
+            found += [_short_spans(queries[first:end], keys[first:end], device, window) for first, end in parts]
+        else:
+            found += [_Spans(*sizes, mask=corner) for sizes in zip(queries, keys, strict=True)]
+    return found
+
+
+def _short_spans(
+    queries: Sequence[int], keys: Sequence[int], device: torch.device, window: int | None
+) -> _Spans:
+    rows, key_rows = (_rows_of(lengths, device) for lengths in (queries, keys))
+    seen_by_first = torch.tensor([key - query for query, key in zip(queries, keys, strict=True)], device=device)
+    positions = seen_by_first[:, None] + torch.arange(rows.longest, device=device)
+    mask = hide_keys(positions.view(-1), key_rows.longest, torch.float32, window)
+    mask = mask.view(rows.count, 1, rows.longest, key_rows.longest)
+    return _Spans(sum(queries), sum(keys), CachePlan(None, mask, rows), key_rows)
+
+
+def _rows_of(lengths: Sequence[int], device: torch.device) -> PaddedRows:
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    offsets = torch.cat([torch.arange(length, device=device) for length in lengths])
+    return PaddedRows.build(lengths, borders, offsets)
+
+
+def attend_spans(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]
+) -> torch.Tensor:
+    """See `SpanKernel.attend`."""
+    queries = query.split([part.queries for part in spans])
+    keys, values = (packed.split([part.keys for part in spans]) for packed in (key, value))
+    return torch.cat([part.attend(*own) for part, *own in zip(spans, queries, keys, values, strict=True)])
+
+
+def _prepare_decode(
+    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
+) -> CachePlan:
+    return plan_decode(positions.shape[0], positions, key_length, cache.dtype, window)
+
+
+def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> CachePlan:
+    return plan_extend(new.rows, new, new.key_length, cache.dtype, window)
+
+
+def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
+    """One mask for all steps: each uncovers one key more. Idle rows may lie beyond all keys; nobody reads theirs."""
+    steps, longest = positions.shape[0], cache.max_length
+    reach = min(key_length + steps - 1, longest)
+    whole = plan_decode(positions.shape[1], positions[0], reach, cache.dtype)
+    for step, at in enumerate(positions):
+        if step:
+            whole.mask.scatter_(-1, at.clamp_max(reach - 1)[:, None, None, None], 0.0)
+        yield CachePlan(whole.where, whole.mask[..., : min(key_length + step, longest)])
+
+
+def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
+    """Of the first rows the cache is read in its place, of any rows a copy."""
+    length = plan.mask.shape[-1]
+    keys, values = cache.keys[layer].narrow(2, 0, length), cache.values[layer].narrow(2, 0, length)
+    if plan.rows is None:
+        keys, values = keys.narrow(0, 0, plan.where), values.narrow(0, 0, plan.where)
+    else:
+        keys, values = keys.index_select(0, plan.where), values.index_select(0, plan.where)
+    return plan.attend(query, *cache.numbers.unpack(layer, keys, values))
+
+
+BACKEND = Backend(
+    name="sdpa",
+    problem=anywhere,
+    packed=PackedKernel(Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans), windows=True),
+    cache=CacheKernel(
+        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst, windows=True
+    ),
+    packed_rank=1,
+    cache_rank=1,
+)

@@ -1,0 +1,72 @@
+"""Our Triton kernels over a paged cache; codes of an fp8 cache are read as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_rl.models.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, Numbers
+from megatron_rl.models.attention.kv_numbers import FP8
+
+if TYPE_CHECKING:
+    from megatron_rl.models.attention.kernels import Splits
+
+WIDEST_HEAD = 256
+WIDEST_FP32_HEAD = 64
+"""Tiles of fp32 numbers do not fit: heads of 128 spill thousands of loads, of 256 are over the shared memory."""
+_FP8_CAPABILITY = (8, 9)
+
+
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Splits:
+    from megatron_rl.models.attention.kernels import find_splits
+
+    return find_splits(positions, cache.table.shape[1] * cache.block_size)
+
+
+def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
+    from megatron_rl.models.attention.kernels import decode
+
+    return decode(query, cache.keys[layer], cache.values[layer], cache.table, plan, *cache.numbers.scales(layer))
+
+
+def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """As `kernels.extend` takes them: table, borders, first positions, and the most new tokens of a sequence."""
+    first = new.position_ids.index_select(0, new.cu_seqlens[:-1].long())
+    return cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)
+
+
+def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any]) -> torch.Tensor:
+    from megatron_rl.models.attention.kernels import extend
+
+    return extend(query, cache.keys[layer], cache.values[layer], *plan, *cache.numbers.scales(layer))
+
+
+def _problem(device: DeviceFacts) -> str | None:
+    """Triton's interpreter, switched on before Triton's import, runs them on a CPU, for tests."""
+    runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return None if runs else "needs a CUDA device"
+
+
+def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
+    if numbers.width > WIDEST_HEAD:
+        return f"takes heads of up to {WIDEST_HEAD} numbers, not of {numbers.width}"
+    if numbers.dtype == torch.float32 and numbers.width > WIDEST_FP32_HEAD and device.type == "cuda":
+        return f"takes heads of up to {WIDEST_FP32_HEAD} numbers in fp32, not of {numbers.width} (--bf16: up to 256)"
+    if numbers.stored == FP8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
+        return "reads an fp8 cache on GPUs of capability 8.9 and later only"
+    return None
+
+
+BACKEND = Backend(
+    name="triton_paged",
+    problem=_problem,
+    packed=None,
+    cache=CacheKernel(
+        "blocks", _prepare_decode, _decode, _prepare_extend, _extend, block_multiple=16, needs_key_length=False,
+        unfit=_unfit,
+    ),
+    cache_rank=3,
+)

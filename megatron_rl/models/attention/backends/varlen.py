@@ -1,0 +1,121 @@
+"""torch's flash kernel for sequences laid end to end; over a KV cache in pages, too, from torch 2.13 on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.models.attention.backend import (
+    Backend,
+    CacheKernel,
+    DeviceFacts,
+    KVCache,
+    NewTokens,
+    Numbers,
+    PackedKernel,
+    SpanKernel,
+)
+
+_PAGES = 256
+"""It takes pages of a multiple of it."""
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The kernel with all its arguments but query, keys and values."""
+
+
+@functools.cache
+def kernel() -> Callable[..., torch.Tensor]:
+    """torch's, told that there may be fewer key heads than query heads. Importing it takes seconds."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return functools.partial(varlen_attn, enable_gqa=True)
+    return varlen_attn  # of torch 2.11, which does not ask
+
+
+def backend(has_pages: bool) -> Backend:
+    """Of a torch whose kernel takes a table of pages, or does not: then the KV cache is another backend's."""
+    cache = CacheKernel(
+        "blocks", _prepare_decode, _attend_cached, _prepare_extend, _attend_cached, block_multiple=_PAGES,
+        block_size=_PAGES, needs_key_length=False, unfit=_unfit_for_cache, windows=True,
+    )  # fmt: skip
+    packed = PackedKernel(_whole_sequences, _attend, _unfit, SpanKernel(_spans, _attend), windows=True)
+    return Backend("varlen", _problem, packed, cache if has_pages else None, 2, 2)
+
+
+def _call(window: int | None, **given: Any) -> Call:
+    seen = (-1 if window is None else window - 1, 0)  # keys before the token, -1 for all, and behind it
+    return functools.partial(kernel(), window_size=seen, **given)
+
+
+def _whole_sequences(
+    lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, window: int | None = None
+) -> Call:
+    longest = max(lengths)
+    return _call(window, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest)
+
+
+def _spans(share: ContextShare, window: int | None = None) -> Call:
+    """Each has the end of its keys in sight: the kernel aligns the causal mask there, at the lower right."""
+    return _call(
+        window, cu_seq_q=share.query_borders, cu_seq_k=share.key_borders,
+        max_q=max(share.query_lengths), max_k=max(share.key_lengths),
+    )  # fmt: skip
+
+
+def _prepare_decode(
+    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
+) -> Call:
+    rows = positions.shape[0]
+    borders = torch.arange(rows + 1, dtype=torch.int32, device=positions.device)
+    table, lengths = cache.table[:rows], (positions + 1).int()
+    return _call(window, cu_seq_q=borders, max_q=1, **_pages(cache, table, lengths))
+
+
+def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> Call:
+    last = new.position_ids.index_select(0, new.cu_seqlens[1:].long() - 1)
+    table, lengths = cache.table.index_select(0, new.rows), (last + 1).int()
+    return _call(window, cu_seq_q=new.cu_seqlens, max_q=max(new.lengths), **_pages(cache, table, lengths))
+
+
+def _pages(cache: KVCache, table: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+    """One split: how keys are cut would otherwise depend on the batch."""
+    longest = table.shape[1] * cache.block_size
+    return {"cu_seq_k": None, "max_k": longest, "seqused_k": lengths, "block_table": table, "num_splits": 1}
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    return call(query[:, 0], key[:, 0], value[:, 0]).flatten(1)[:, None]
+
+
+def _attend_cached(query: torch.Tensor, cache: KVCache, layer: int, call: Call) -> torch.Tensor:
+    return call(query[:, 0], cache.keys[layer], cache.values[layer]).flatten(1)[:, None]
+
+
+def _problem(device: DeviceFacts) -> str | None:
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    if device.capability is not None and device.capability < (8, 0):
+        return "needs a GPU of capability 8.0 or later"
+    return None
+
+
+def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
+    if numbers.width > 256 or numbers.width % 8:
+        return f"takes heads of up to 256 numbers in multiples of 8, not of {numbers.width}"
+    if numbers.dtype not in (torch.bfloat16, torch.float16):
+        return "computes in 16 bits only (--bf16)"
+    return None
+
+
+def _unfit_for_cache(device: DeviceFacts, numbers: Numbers) -> str | None:
+    if numbers.stored != numbers.dtype:
+        return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
+    return _unfit(device, numbers)
+
+
+BACKEND = backend(has_pages=torch.__version__ >= (2, 13))

@@ -1,0 +1,136 @@
+"""What a layer's attention needs to know about the batch, computed once and used by every layer.
+
+Stock, megatron recomputes cos and sin in every layer and, for packed batches, splits the tensor by sequence on the
+host. Here a plan gathers the rows once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_rl.families import PLAIN, LayerKind
+from megatron_rl.models.attention.backend import PackedKernel
+from megatron_rl.models.attention.backends import sdpa
+
+Turns = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Name of a rotation -> cos and sin, [N, 1, 1, R] each, of N tokens."""
+
+
+class RopeTable:
+    """cos and sin of every position up to ``max_length`` for one rotation of a model, fp32, [max_length, R].
+
+    ``R`` is the rotated part of a head (`--rotary-percent`). The sign of rotate-half is folded
+    into the first half of ``sin``, which saves a negation per layer.
+    """
+
+    def __init__(self, embedding: RotaryEmbedding, max_length: int) -> None:
+        if embedding.rotary_interleaved:
+            raise ValueError("interleaved rotary embeddings are not supported; use the default layout")
+        angles = embedding.get_emb(max_length)[:, 0, 0, :]
+        self.cos = angles.cos()
+        self.sin = angles.sin()
+        self.sin[:, : self.sin.shape[-1] // 2] *= -1
+
+    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for ``positions`` [N] int64, each [N, 1, 1, R] in ``dtype``."""
+        cos = self.cos.index_select(0, positions)[:, None, None].to(dtype)
+        sin = self.sin.index_select(0, positions)[:, None, None].to(dtype)
+        return cos, sin
+
+
+Ropes = Mapping[str, RopeTable]
+"""The rotations of a model, by name."""
+
+
+def turns_at(ropes: Ropes, positions: torch.Tensor, dtype: torch.dtype) -> Turns:
+    """Of every rotation, for ``positions`` [N] int64."""
+    return {name: rope.at(positions, dtype) for name, rope in ropes.items()}
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate ``heads`` [N, 1, H, D] by its positions; the part beyond R passes unchanged."""
+    rotated = cos.shape[-1]
+    if rotated < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :rotated], cos, sin), heads[..., rotated:]), dim=-1)
+    half = rotated // 2
+    swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
+    return torch.addcmul(heads * cos, swapped, sin)
+
+
+class AttentionPlan(Protocol):
+    """Rotates and attends for one forward pass. Tensors are ``[T, 1, heads, D]``."""
+
+    def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
+        """Apply rotary embedding at the batch's positions."""
+        ...
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+    ) -> torch.Tensor:
+        """Causal attention within each sequence -> ``[T, 1, query_heads * D]``.
+
+        ``layer`` is megatron's 1-based global layer number.
+        """
+        ...
+
+
+@dataclass
+class PackedPlan(PackedSeqParams):
+    """Causal self-attention over sequences laid end to end.
+
+    A ``PackedSeqParams``, so megatron passes it through `GPTModel` to every layer untouched.
+    """
+
+    turns: Turns | None = None
+    kernel: PackedKernel | None = None
+    prepared: Mapping[int | None, Any] | None = None
+    """Window, or None -> what the kernel computed once for all layers that have it."""
+    routing: Mapping[int, torch.Tensor] | None = None
+    """Of each layer, numbered as in `attend`, the experts [T, k] to send the tokens to; None: the router chooses."""
+    balance: Any = None
+    """What routers hear of losses of their own, in passes with gradients."""
+
+    @classmethod
+    def build(
+        cls,
+        lengths: Sequence[int],
+        cu_seqlens: torch.Tensor,
+        position_ids: torch.Tensor,
+        ropes: Ropes,
+        dtype: torch.dtype,
+        kernel: PackedKernel = sdpa.BACKEND.packed,
+        windows: Iterable[int | None] = (None,),
+        **further: Any,
+    ) -> PackedPlan:
+        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device; ``further`` fields.
+
+        ``windows`` are those of the layers, None for those without.
+        """
+        packed = lengths, cu_seqlens, position_ids
+        longest = max(lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            turns=turns_at(ropes, position_ids, dtype),
+            kernel=kernel,
+            **further or {"prepared": {window: kernel.plan(*packed, window) for window in windows}},
+        )
+
+    def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
+        """See `AttentionPlan`."""
+        return rotate(heads, *self.turns[kind.rotation])
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+    ) -> torch.Tensor:
+        """See `AttentionPlan`; differentiable."""
+        return self.kernel.attend(query, key, value, self.prepared[kind.window])

@@ -1,0 +1,295 @@
+"""Who has the device's memory when. Each phase holds only what it needs.
+
+                      rollouts, evaluation          update                     save
+    weights           quantised: those still read   all                        all
+    quantised copies  all                           none, if it has no room    -
+    KV cache          all                           none, if it has no room    -
+    gradients         none                          all                        -
+    optimizer state   on the host, if asked         all                        all
+    critic            gradients none, the rest on   all                        all
+                      the host, if asked
+    teacher           none                          while it scores            none
+
+`--rl-keep-in-rollouts weights gradients teacher` leaves those in place. Between the phases everything of the update is
+there, without the teacher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.inference.engine import Engine
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
+from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.platform.memory import DeviceMemory, storages_of
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.run.memory.cache import CacheResidency, in_words, plan_cache
+from megatron_rl.run.memory.estimate import Estimate, estimate, slot_bytes
+from megatron_rl.run.memory.holdings import Gradients, OptimizerState, Weights, size_of
+from megatron_rl.trainer.optimizer import Optimization
+from megatron_rl.types import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Phases:
+    """Sizes the KV cache, and hands the memory over between rollouts, updates and saves."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        policy: PolicyModel,
+        groups: ParallelGroups,
+        quantization: RolloutQuantization,
+    ) -> None:
+        self.quantization = quantization
+        self._config = config
+        self._policy = policy
+        self._groups = groups
+        self._device = DeviceMemory(policy.device)
+        self._estimate = estimate(config, groups.world_size, policy.vocab_size, groups.stage)
+        self._training: _Training | None = None
+        self._engine: Engine | None = None
+        self._cache = CacheResidency([], self._device, 0)
+        self._teacher: Sequence[torch.UntypedStorage] = ()
+        self._prompts: Callable[[], Sequence[Request]] | None = None
+
+    @property
+    def _training_need(self) -> int:
+        """What an update takes beyond what is allocated now."""
+        if self._training is None:
+            return 0
+        return self._estimate.passing + self._training.to_come(self._estimate)
+
+    def hold_training(self, optimization: Optimization, critic: Optimization | None = None) -> None:
+        """Look after what training needs; without this nothing is trained, and nothing leaves."""
+        self._training = _Training(self._config, optimization, critic, self.quantization)
+
+    def hold_teacher(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Count the teacher's weights, which leave and come by themselves."""
+        self._teacher = storages
+
+    def cache_budget_gb(self) -> float | None:
+        """The engine's KV cache in GiB; None: what its largest batch needs. Collective over the job.
+
+        Everything that stays on the device must be there by now; the cache must not.
+
+        Raises:
+            EngineError: on every rank; one of them has no room for a single sequence.
+        """
+        flag = self._config.rollout.inference_dynamic_batching_buffer_size_gb
+        given_back = state_to_come = 0
+        if self._training is not None:
+            given_back = self._training.given_back()
+            if not self._training.offloads:
+                state_to_come = self._training.to_come(self._estimate)
+        # All ranks plan with the numbers of the worst: their schedulers must agree.
+        worst = max_over(
+            {
+                "not free": -self._device.free(),
+                "in rollouts": self._estimate.rollout_logits + state_to_come - given_back,
+                "in training": self._training_need,
+            },
+            dist.group.WORLD,
+        )
+        size, is_short = plan_cache(
+            slot_bytes(self._config),
+            self._config.rollout.inference_max_batch_size,
+            asked=None if flag is None else int(flag * 2**30),
+            free=-int(worst["not free"]),
+            in_rollouts=int(worst["in rollouts"]),
+            in_training=int(worst["in training"]),
+            share=self._config.rollout.rl_rollout_memory_fraction,
+        )
+        return size / 2**30 if is_short else flag
+
+    def hold(self, engine: Engine, prompts: Callable[[], Sequence[Request]]) -> CacheResidency:
+        """Look after the engine's cache; collective over the model-parallel ranks.
+
+        ``prompts`` gives what a recipe that calibrates is shown: a few short groups.
+
+        A resumed run without a rollout before its first update would find the cache in the way, so it goes now
+        if it must.
+        """
+        self._engine, self._prompts = engine, prompts
+        training = self._training
+        self._cache = CacheResidency(
+            engine.cache_tensors,
+            self._device,
+            # After a rollout what has left is not home yet: an update takes its room too.
+            self._training_need + (0 if training is None else training.given_back()),
+            lambda release: any_rank(release, self._groups.model_group),
+            lambda: 0 if training is None else training.optimization.updates_begun,
+            engine.forget_graphs,
+        )
+        self._cache.after_rollout()
+        self._release_copies()
+        return self._cache
+
+    @contextlib.contextmanager
+    def rollouts(self, quantized: bool = True) -> Iterator[None]:
+        """The model generates in here, on quantised weights if there are any and they are wanted."""
+        training, numbers = self._training, self.quantization
+        with rollout_mode(self._policy, () if training is None else training.optimization.wrapped):
+            try:
+                if training is not None:
+                    training.leave()
+                if quantized and numbers.wants_calibration:
+                    self._calibrate()
+                with numbers.rollout() if quantized else numbers.linears.suspended():
+                    if training is not None and quantized:
+                        training.leave_weights()
+                    self._cache.before_rollout()
+                    yield
+                    self._cache.after_rollout()
+                    self._come_home()
+                self._release_copies()  # the first rollout's audit reads both weights and copies
+            except BaseException:
+                # The run ends, and what it saves may need the room. Nobody waits for another rank here: what has
+                # left comes home with the save.
+                self._cache.release()
+                raise
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """The trainer takes optimizer steps in here; what the rollouts need has left if the room is wanted."""
+        self._release_copies()  # a parity check has made them since the rollout
+        yield
+
+    @contextlib.contextmanager
+    def save(self) -> Iterator[None]:
+        """Weights and optimizer state are there in here, also after a rollout that failed; collective."""
+        self._come_home()
+        yield
+
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank's device now, by the estimate's names; without activations and logits."""
+        training, weights = self._training, storages_of(self._policy.parameters())
+        return {
+            "weights": size_of(weights if training is None else training.weights.storages),
+            "gradients": 0 if training is None else size_of(training.gradients.storages),
+            "optimizer": 0 if training is None else size_of(training.state.storages),
+            "critic": 0 if training is None or training.critic is None else training.critic.held,
+            "quantized": self.quantization.linears.held_bytes,
+            "teacher": size_of(self._teacher),
+            "kv_cache": 0 if self._engine is None else size_of(storages_of(self._engine.cache_tensors)),
+        }
+
+    def _release_copies(self) -> None:
+        if self._cache.is_released:
+            self.quantization.release()
+
+    def _come_home(self) -> None:
+        if self._training is not None:
+            self._training.come_home()
+            if self._cache.is_released:
+                self._training.weights.forget_aside()
+
+    def _calibrate(self) -> None:
+        self._cache.before_rollout()
+        engine = self._engine
+        with self.quantization.calibrating():
+            engine.begin(seed=0, policy_version=0)
+            for request in self._prompts():
+                engine.submit(request)
+            while engine.has_unfinished:
+                engine.step()
+
+
+class _Training:
+    """What training holds, and which of it rollouts do without."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        optimization: Optimization,
+        critic: Optimization | None,
+        quantization: RolloutQuantization,
+    ) -> None:
+        self.optimization = optimization
+        self.critic = None if critic is None else _Critic(critic)
+        self.gradients = Gradients(optimization)
+        self.state = OptimizerState(optimization)
+        self.weights = Weights(optimization)
+        self.offloads = config.rollout.rl_offload_optimizer_during_inference
+        self._quantization = quantization
+        self._keeps = config.rollout.rl_keep_in_rollouts
+        self._reads_all_weights = config.quantization.rl_evaluate_unquantized or quantization.wants_calibration
+        self._told = ""
+
+    @property
+    def _unread(self) -> list[torch.nn.Parameter]:
+        """Weights that quantised rollouts do not read."""
+        if "weights" in self._keeps or not self.weights.can_leave:
+            return []
+        return [layer.module.weight for layer in self._quantization.linears.layers]
+
+    def given_back(self) -> int:
+        """Bytes that every rollout has more than an update, with nothing away now.
+
+        Weights count where all rollouts are quantised: none evaluates without, and none calibrates first.
+        """
+        unread, weights = set(self._unread), 0
+        if unread and not self._reads_all_weights:
+            read = [parameter for parameter in self.optimization.policy.parameters() if parameter not in unread]
+            weights = size_of(self.weights.storages) - sum(parameter.nbytes for parameter in read)
+        held = [self] if self.critic is None else [self, self.critic]
+        gradients = 0 if "gradients" in self._keeps else sum(size_of(one.gradients.storages) for one in held)
+        return weights + gradients + (sum(size_of(one.state.storages) for one in held) if self.offloads else 0)
+
+    def to_come(self, estimate: Estimate) -> int:
+        """Bytes of optimizer state that the first update will make."""
+        of_critic = 0 if self.critic is None else max(0, estimate.critic - self.critic.held)
+        return max(0, estimate.optimizer - size_of(self.state.storages)) + of_critic
+
+    def leave(self) -> None:
+        """Gradients, and if that was asked for the optimizer's state and all of the critic."""
+        held = [self] if self.critic is None else [self, self.critic]
+        before = sum(size_of(one.state.storages) for one in held)
+        for one in held if "gradients" not in self._keeps else ():
+            one.gradients.leave()
+        if not self.offloads:
+            return
+        for one in held:
+            one.state.leave()
+        what = "optimizer state" if self.critic is None else "optimizer state and critic"
+        text = f"during rollouts {in_words(before)} of {what} wait on the host"
+        if self.optimization.policy.device.type != "cuda":
+            text += "; without a GPU the host's memory is the only one, so that gains nothing"
+        if text != self._told:
+            logger.info("%s", text)
+        self._told = text
+
+    def leave_weights(self) -> None:
+        """Those that have quantised copies, made by now."""
+        if unread := self._unread:
+            self.weights.leave(unread)
+
+    def come_home(self) -> None:
+        """Everything an update needs; collective where weights have left."""
+        self.state.come_home()
+        self.weights.come_home()
+        self.gradients.come_home()
+        if self.critic is not None:
+            self.critic.state.come_home()
+            self.critic.gradients.come_home()
+
+
+class _Critic:
+    """Of a critic all may leave, rollouts read none of it."""
+
+    def __init__(self, optimization: Optimization) -> None:
+        self.gradients = Gradients(optimization)
+        self.state = OptimizerState(optimization, with_weights=True)
+
+    @property
+    def held(self) -> int:
+        """Bytes on the device now."""
+        return size_of(self.gradients.storages) + size_of(self.state.storages)

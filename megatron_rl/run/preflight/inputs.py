@@ -1,0 +1,179 @@
+"""What a run reads: the tokenizer, the environments with their tasks, and a Hugging Face directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.environments.loading import Surveyed, surveyed
+from megatron_rl.errors import ConfigError, Problem, collecting
+from megatron_rl.families import model_directory, read_model, weight_problems
+from megatron_rl.run.preflight.chats import chat_format, chat_problems
+from megatron_rl.tokenizer import Tokenizer, load_tokenizer
+
+
+def open_tokenizer(config: RLConfig) -> Tokenizer:
+    """`--tokenizer-model`, which knows the end tokens that the model's directory names, and what flags say of chats.
+
+    Raises:
+        ConfigError: it cannot be used, or what the directory says of end tokens, or a flag of chats, cannot be read.
+    """
+    chat = chat_format(config)
+    names = [name for name in (config.checkpoint.load_hf, config.model.hf_config) if name is not None]
+    tokenizer = load_tokenizer(config.tokenizer.tokenizer_model, [str(model_directory(name)) for name in names])
+    return tokenizer.formatting(chat)
+
+
+def vocabulary(config: RLConfig) -> int:
+    """`--estimate-vocab-size`, or else the tokenizer's.
+
+    Raises:
+        ConfigError: neither is there; names the flag to give.
+    """
+    if config.training.estimate_vocab_size is not None:
+        return config.training.estimate_vocab_size
+    advice = "give --estimate-vocab-size N, for example --estimate-vocab-size 151936"
+    path = config.tokenizer.tokenizer_model
+    if path is None and config.tokenizer.vocab_size is not None:
+        return config.tokenizer.vocab_size
+    if path is None:
+        raise ConfigError([f"without --tokenizer-model the size of the vocabulary is unknown; {advice}"])
+    # A name that is in no cache would be looked up on the hub, again and again where there is no network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return load_tokenizer(path).vocab_size
+    except ConfigError as error:
+        raise ConfigError([f"the size of the vocabulary is unknown; {advice} ({error.lines[0]})"]) from error
+
+
+def tokenizer_problems(config: RLConfig) -> tuple[Tokenizer | None, list[Problem]]:
+    """The tokenizer for the checks that need it, or None with the reasons."""
+    problems: list[Problem] = []
+    if config.tokenizer.tokenizer_model is None:
+        return None, problems  # already reported as a missing flag
+    with collecting(problems):
+        tokenizer = open_tokenizer(config)
+        return tokenizer, list(_stop_strings(config, tokenizer))
+    return None, problems
+
+
+def _stop_strings(config: RLConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
+    """A special token is no text: alone it is looked for by its id, within other text it is nowhere."""
+    strings = config.rollout.rl_stop_strings
+    special = [text for text in tokenizer.special_tokens if text] if strings else []
+    for string in strings:
+        inside = next((text for text in special if text in string), None)
+        if inside is not None and string not in special:
+            yield Problem(
+                "--rl-stop-strings",
+                f"--rl-stop-strings {string!r} has the special token {inside} within other text, where it is never "
+                "found; give the token alone, or the text alone",
+            )
+
+
+def hugging_face_problems(config: RLConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+    """What the headers of the files of `--load-hf` tell; and whether the tokenizer is the model's."""
+    directory, rows = config.checkpoint.load_hf, config.tokenizer.vocab_size
+    model, found = None, []
+    with contextlib.suppress(ConfigError):  # already reported when the flags were read
+        model = None if directory is None else read_model(directory)
+    with collecting(found, "--load-hf"):
+        if model is not None:
+            lines = weight_problems(read_model(directory, weights=True))
+            found += [Problem(None, line).under("--load-hf") for line in lines]
+    yield from found
+    if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
+        source = directory or config.model.hf_config
+        whose = f"--vocab-size {rows}" if source is None else f"the model of {source}, whose vocab_size is {rows}"
+        yield Problem(
+            "--tokenizer-model",
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, which does not fit {whose}; use the "
+            "model's own tokenizer",
+        )
+
+
+def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
+    """What is wrong with the list, every environment on it and all of their tasks."""
+    problems: list[Problem] = []
+    path = config.environment.langrl_env_config
+    if path is None:
+        return problems  # already reported as a missing flag
+    alone = config.training.eval_only
+    supervised = not config.training.perform_rl_step and not alone
+    with collecting(problems):
+        found = surveyed(path, config.environment.rl_environment_load_timeout, demonstrations=supervised)
+        lines = _environment_faults(config, path, found, supervised)
+        problems += [Problem("--langrl-env-config", line) for line in lines]
+        if tokenizer is not None and (alone or not all(item.evaluation_only for item in found)):
+            problems += chat_problems(config, found, tokenizer)
+    return problems
+
+
+def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], supervised: bool) -> Iterator[str]:
+    trained = [item for item in found if not item.evaluation_only]
+    longest = config.rollout.rl_max_new_tokens
+    if not trained and not config.training.eval_only:
+        yield f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"
+        return
+    if supervised and not any(item.demonstrates for item in trained):
+        names = ", ".join(item.name for item in trained)
+        yield (
+            f"{path}: no environment gives demonstrations ({names}), which supervised training needs; "
+            "add --perform-rl-step to train by RL, or an environment that has some"
+        )
+    if config.training.perform_rl_step:
+        yield from _rewards_below(config, trained)
+        yield from _not_put_aside(config, trained)
+    if not supervised or config.training.eval_interval is not None:
+        yield from _unserved(config, found)
+    for item in trained if config.training.perform_rl_step and longest else ():
+        buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
+        if longest <= free_tokens:  # a length punishment that no answer can reach: one of two numbers is wrong
+            yield (
+                f"{item.name}: overlong_buffer {buffer} of max_response_tokens {max_tokens} begins "
+                f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
+            )
+    # Data that is trained on whole needs no test split where another entry is what models are measured by.
+    if config.training.eval_interval is not None and not any(item.test_tasks for item in found):
+        names = ", ".join(item.name for item in found)
+        yield f"{names}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
+
+
+def _unserved(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[str]:
+    for item in (item for item in found if item.is_harness):
+        if config.rollout.rl_inference_engine == "mcore":
+            yield f"{item.name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
+
+
+def _not_put_aside(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
+    for item in trained if config.algorithm.rl_partial_rollouts else ():
+        if item.is_harness:
+            yield (
+                f"{item.name}: a harness cannot be put aside by --rl-partial-rollouts, its program would have to wait "
+                "for the next step; leave one of them out"
+            )
+        elif item.max_turns > 1:
+            yield (
+                f"{item.name}: its conversations of up to {item.max_turns} turns cannot be put aside by "
+                "--rl-partial-rollouts; leave one of them out"
+            )
+
+
+def _rewards_below(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
+    """Environments that declare rewards which the advantage would refuse in the first step that has one."""
+    # imported here: it brings torch, which wrong flags need not wait for
+    from megatron_rl.algorithms.extension import advantage_of
+
+    try:
+        bound = getattr(advantage_of(config), "lowest_reward", None)
+    except ConfigError:  # reported elsewhere
+        return
+    for item in trained if bound is not None else ():
+        if item.lowest_reward < bound:
+            yield (
+                f"{item.name}: its rewards begin at {item.lowest_reward:g}, and --rl-advantage "
+                f"{config.algorithm.rl_advantage} takes none below {bound:g}; use --rl-advantage-args "
+                f"lowest={item.lowest_reward:g}"
+            )
