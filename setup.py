@@ -58,6 +58,7 @@ setup(
         "verifiers": ["verifiers>=0.4,<0.5"],
         # transformers loads quantised exports with these, and asks for these versions
         "export": ["accelerate>=1.1.0,<2", "compressed-tensors>=0.15.0,<0.21"],
+        "gguf": ["gguf>=0.17,<0.20", "accelerate>=1.1.0,<2"],
         # metrics/hf_evaluate.py, for scripts of your own; no run imports it
         "evaluate": ["evaluate>=0.4.6,<0.5"],
         "te": ["transformer-engine[pytorch]>=2.8"],
@@ -71,6 +72,7 @@ setup(
             "accelerate>=1.1.0",
             "compressed-tensors>=0.15.0",
             "evaluate>=0.4.6,<0.5",
+            "gguf>=0.17,<0.20",
             "openai>=2.0,<3",
             "verifiers>=0.4,<0.5",
         ],

@@ -12,6 +12,8 @@ from typing import Any
 from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.tool_calls import parser_for
 from megatron_rl.errors import ConfigError, EnvironmentFault, TextTooLong, one_line, shorten
+from megatron_rl.families import model_directory
+from megatron_rl.families.gguf import SUFFIX as GGUF
 from megatron_rl.families.hf_config import end_token_ids, read_object
 from megatron_rl.registry import PARSERS
 from megatron_rl.types import Message, Prompt
@@ -253,6 +255,7 @@ def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenize
     Raises:
         ConfigError: nothing usable is there, it has no end-of-text token, or `end_token_ids` raises.
     """
+    path = str(model_directory(path)) if path.endswith(GGUF) else path
     if Path(path).is_dir():
         settings = Path(path) / "tokenizer_config.json"
         read_object(settings, lambda line: ConfigError([f"--tokenizer-model {path!r}: {line}"]))

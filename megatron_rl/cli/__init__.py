@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": ("megatron_rl.cli.chat:main", "talk to a checkpoint or a Hugging Face model"),
     "generate": ("megatron_rl.cli.generate:main", "answer the prompts of a file"),
     "serve": ("megatron_rl.cli.serve:main", "answer OpenAI's clients: chat and completions over HTTP"),
+    "import": ("megatron_rl.cli.import_gguf:main", "write the model of a GGUF file as a Hugging Face directory"),
     "export": ("megatron_rl.cli.export:main", "write a checkpoint as a Hugging Face directory"),
     "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
     "compare": ("megatron_rl.metrics.compare:main", "what runs were told differently, and what came of it"),

@@ -38,8 +38,8 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = flag(None, path=True, common=True)
     """Weights to start from where nothing is continued: a directory of checkpoints, or one of them."""
     load_hf: str | None = flag(None, path=True, common=True)
-    """Hugging Face directory (config.json, *.safetensors) or name on the hub to start from: sets the model's shape, and
-    its weights where nothing is continued."""
+    """Hugging Face directory (config.json, *.safetensors), name on the hub or GGUF file to start from: sets the model's
+    shape, and its weights where nothing is continued."""
     finetune: bool = flag(False)
     """Take only the weights from --load: no optimizer, no random state, step 0."""
     save_interval: int | None = flag(None, ge=1, common=True)

@@ -1,4 +1,4 @@
-"""A name of the Hugging Face hub, where a directory is wanted: fetched, or found in the cache, by huggingface_hub."""
+"""A name of the Hugging Face hub or a GGUF file, where a directory is wanted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError, one_line
+from megatron_rl.families.gguf import SUFFIX, cached_import
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """``Qwen/Qwen2.5-0.5B``; a path that has one slash looks the same, and is one where it is there."""
@@ -18,13 +19,23 @@ WEIGHTS = ("*.safetensors",)
 def model_directory(name: str | Path, weights: bool = False) -> Path:
     """``name`` itself, or where the hub's files of that name lie: settings and tokenizer, with ``weights`` all of it.
 
+    The model of a GGUF file lies in a cache, see `cached_import`.
+
     Without a network, or with ``HF_HUB_OFFLINE=1``, it is what the cache has.
 
     Raises:
         ConfigError: there is neither such a directory nor such a name, or it may not be read.
     """
+    if str(name).endswith(SUFFIX):
+        return _imported(str(name))
     is_name = NAME.fullmatch(str(name)) is not None and not Path(name).exists()
     return _fetched(str(name), weights) if is_name else Path(name)
+
+
+@functools.cache
+def _imported(path: str) -> Path:
+    """Once a process: the checksum of a large file takes seconds."""
+    return cached_import(Path(path))
 
 
 @functools.cache
