@@ -13,10 +13,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -49,9 +49,12 @@ PATIENCE_TIMEOUTS = 20.0
 """A request is sent again for so many timeouts: each of those before it at a busy server may take a whole one."""
 ATTEMPTS = 24
 """At a server that does not answer; with their pauses they span 40 s, in which even a busy machine has restarted it."""
+LOOKS = 20
+"""How often a request that waits looks whether it has waited for too long, until it has."""
 BACKOFF_SECONDS, LONGEST_BACKOFF = 0.1, 2.0
 """The pause doubles from the one to the other."""
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -229,10 +232,10 @@ class EnvironmentClient:
         try:
             address = wire.read_address(self._address_file)
             pid = address.pid
-            return pid, *await _send(address, path, timeout, body)
+            return pid, *await _within(timeout, _send(address, path, body))
         except wire.ServerGivenUp as fault:
             raise RequestFailed("server_unreachable", str(fault)) from None
-        except TimeoutError:  # before ClientError: aiohttp's timeouts are both
+        except TimeoutError:
             raise RequestFailed("timeout", f"no answer within {timeout:g} s") from None
         except (aiohttp.ClientConnectorError, EnvironmentFault) as error:
             return pid, 0, str(error)
@@ -253,7 +256,26 @@ def _parts(items: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return parts
 
 
-async def _send(address: wire.Address, path: str, timeout: float | None, body: bytes | None = None) -> tuple[int, Any]:
+async def _within(seconds: float | None, request: Coroutine[Any, Any, T]) -> T:
+    """Return what ``request`` does, or raise ``TimeoutError`` after ``seconds`` in which the event loop waited for it.
+
+    The loop has its thread in common with the engine. While that computes the prompts of a large model or captures
+    graphs, an answer may lie in the socket for longer than any timeout, so a pause of the loop counts as one look.
+    """
+    if seconds is None:
+        return await request
+    task = asyncio.ensure_future(request)
+    try:
+        for _ in range(LOOKS):
+            done, _ = await asyncio.wait({task}, timeout=seconds / LOOKS)
+            if done:
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
+
+
+async def _send(address: wire.Address, path: str, body: bytes | None = None) -> tuple[int, Any]:
     """Status and answer of one GET, or POST where there is a ``body``.
 
     A session per request costs 0.4 ms; a kept one would be tied to one event loop and, after a pause, meet
@@ -264,7 +286,7 @@ async def _send(address: wire.Address, path: str, timeout: float | None, body: b
     connector = aiohttp.UnixConnector(address.url.removeprefix("unix:")) if unix else None
     url = ("http://localhost" if unix else address.url) + path
     async with (
-        aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(timeout), connector=connector) as session,
+        aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None), connector=connector) as session,
         session.request("GET" if body is None else "POST", url, data=body) as response,
     ):
         answer = await response.read()

@@ -237,6 +237,21 @@ def test_a_server_that_stays_busy_is_given_up(stub, monkeypatch):
     assert len(server.bodies) > 1
 
 
+def test_a_pause_of_the_event_loop_is_no_timeout(stub):
+    """A long step of the engine: the answer came meanwhile."""
+    server, client = stub(ok(1.0), seconds=0.2, timeout=0.8)
+
+    async def paused():
+        asked = asyncio.create_task(client.grade("toy", [ITEM]))
+        while not server.bodies:
+            await asyncio.sleep(0.01)
+        time.sleep(1.5)
+        return await asked
+
+    assert [grade.reward for grade in asyncio.run(paused())] == [1.0]
+    assert len(server.bodies) == 1
+
+
 def test_a_client_sends_a_few_requests_at_once_and_starts_no_timeout_for_the_others(stub, monkeypatch):
     """Eight requests of half a second, two at a time, take longer than the timeout of one."""
     monkeypatch.setattr("megatron_rl.environments.client.CONCURRENT", 2)

@@ -17,11 +17,13 @@ def keeps(kind, wanted, text):
     [
         ("one_word", None, ["Blue", "blue.", "well-known", "don't"], ["Deep blue", "- blue sky", "a, b"]),
         ("most_words", 5, ["one", "It's one two three four."], ["one two three four five six"]),
-        ("bullets", 2, ["- a\n- b", "- a\n\n- b\n", "* a\n* b"], ["- a", "- a\n- b\n- c", "Sure:\n- a\n- b", "-a\n-b", "- a\n- "]),
+        ("bullets", 2, ["- a\n- b", "- a\n\n- b\n", "* a\n* b"],
+         ["- a", "- a\n- b\n- c", "Sure:\n- a\n- b", "-a\n-b", "- a\n- "]),
         (
             "json", ["name", "reason"],
             ['{"reason": "x", "name": 3}', '{"name": ["a"], "reason": false}'],
-            ['{"name": "x"}', '{"name": "x", "reason": ""}', '{"name": "x", "reason": "y", "more": 1}', "[1]", "name, reason",
+            ['{"name": "x"}', '{"name": "x", "reason": ""}', '{"name": "x", "reason": "y", "more": 1}', "[1]",
+             "name, reason",
              '```json\n{"name": "x", "reason": "y"}\n```', "[" * 100_000],
         ),
         ("capitals", None, ["A CAT.", "ÄÖ 5"], ["A cat", "a"]),
