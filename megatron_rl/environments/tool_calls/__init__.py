@@ -13,7 +13,7 @@ from megatron_rl.errors import one_line, shorten
 from megatron_rl.json_text import dumps
 from megatron_rl.registry import PARSERS, unknown
 
-__all__ = ["Parsed", "ToolCall", "Tools", "checked_tools", "parse", "parser_for"]
+__all__ = ["Parsed", "ToolCall", "Tools", "checked_tools", "parse", "parser_for", "split_thought"]
 
 DEFAULT = "hermes"
 """Where no chat template says how calls are written."""
@@ -57,11 +57,9 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
     ``tools`` are checked. A thought is searched for no calls.
     """
     schemas = schemas_of(tools)
-    thought, mark, said = text.partition(END_OF_THOUGHT)
-    if not mark:
-        thought, said = ("", text) if not text.lstrip().startswith(THOUGHT) else (text, "")
-    content, calls, problems = [thought + mark], [], []
-    for piece in PARSERS.get(parser).read(said, schemas):
+    thought, answer = split_thought(text)
+    content, calls, problems = [thought], [], []
+    for piece in PARSERS.get(parser).read(answer, schemas):
         if isinstance(piece, str):
             content.append(piece)
         elif isinstance(piece, Unreadable):
@@ -73,6 +71,14 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
             calls.append(ToolCall(f"{prefix}_{len(calls)}", *piece, problem=_problem(*piece, schemas)))
     shown = "".join(content)
     return Parsed(shown.strip() if calls else shown, tuple(calls), tuple(problems))
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """Split an answer into the model's thought, with its end mark, and what it says then; either may be empty."""
+    thought, mark, answer = text.partition(END_OF_THOUGHT)
+    if mark:
+        return thought + mark, answer
+    return (text, "") if text.lstrip().startswith(THOUGHT) else ("", text)
 
 
 @functools.cache
