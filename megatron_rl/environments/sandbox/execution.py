@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.environments.sandbox.limits import Execution, Limits, SandboxUnavailable
-from megatron_rl.environments.sandbox.plan import Plan
-from megatron_rl.environments.sandbox.view import interpreter
+from megatron_rl.environments.sandbox.plan import Plan, interpreter
 from megatron_rl.errors import one_line
 
 LAUNCHER = str(Path(__file__).with_name("launch.py"))

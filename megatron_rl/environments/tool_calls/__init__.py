@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.environments.tool_calls.parser import Schemas, Unreadable
-from megatron_rl.environments.tool_calls.schemas import Tools, checked_tools, fault_of, schemas_of
+from megatron_rl.environments.tool_calls.parser import Unreadable
+from megatron_rl.environments.tool_calls.schemas import Schemas, Tools, checked_tools, fault_of, schemas_of
 from megatron_rl.errors import one_line, shorten
 from megatron_rl.json_text import dumps
 from megatron_rl.registry import PARSERS, unknown

@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.environments.tool_calls.parser import Schemas
 from megatron_rl.errors import shorten
 from megatron_rl.json_text import check_bounds, dumps, loads
 
 Tools = tuple[Mapping[str, Any], ...]
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Name of a function -> JSON schema of its arguments."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_TOOLS = 1_000
 EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}}
