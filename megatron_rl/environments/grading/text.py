@@ -6,7 +6,7 @@ import re
 
 TAIL = 20_000
 """Characters of a completion that are read: answers stand at the end, and a megabyte of text costs seconds."""
-THOUGHT = "</think>"
+END_OF_THOUGHT = "</think>"
 """Ends the reasoning of a model that thinks before it answers."""
 MAX_BOXES = 64
 """Boxes looked at, from the end: thousands that never close would take time quadratic in their number."""
@@ -40,7 +40,7 @@ def final_part(completion: str) -> str:
     Reasoning that was opened and never closed holds no answer: the model was cut off while it thought.
     """
     text = plain_signs(completion[-TAIL:])
-    _, closed, after = text.rpartition(THOUGHT)
+    _, closed, after = text.rpartition(END_OF_THOUGHT)
     if closed:
         text = after
     elif "<think>" in completion:

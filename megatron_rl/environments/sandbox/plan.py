@@ -1,7 +1,7 @@
 """The whole sandbox as data, which the launcher reads: each protection has one place and can be tested.
 
 A program sees its Python and the libraries that it loads, nothing else of the machine: no ``/proc``, no ``/home``, no
-``/etc``, no ``/bin``, and of installed packages only those that were asked for: those of environments hold gold answers.
+``/etc``, no ``/bin``, and of installed packages only those asked for: those of environments hold gold answers.
 """
 
 from __future__ import annotations

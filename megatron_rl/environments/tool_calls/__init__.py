@@ -19,7 +19,7 @@ DEFAULT = "hermes"
 """Where no chat template says how calls are written."""
 MOST_UNREADABLE = 100
 """An answer with so many has no calls at all. Each costs time in proportion to the answer: json counts its lines."""
-THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def split_thought(text: str) -> tuple[str, str]:
     thought, mark, answer = text.partition(END_OF_THOUGHT)
     if mark:
         return thought + mark, answer
-    return (text, "") if text.lstrip().startswith(THOUGHT) else ("", text)
+    return (text, "") if text.lstrip().startswith(BEGIN_OF_THOUGHT) else ("", text)
 
 
 @functools.cache
