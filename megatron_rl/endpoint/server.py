@@ -38,10 +38,13 @@ class HttpThread:
     """Serves a `PendingCalls` from `start` to `close`."""
 
     def __init__(self, pending: PendingCalls, token: str, host: str, port: int) -> None:
-        self._pending, self._token, self._address = pending, token, (host, port)
+        self._pending, self._address = pending, (host, port)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
-        self._runner: web.AppRunner | None = None
+        self._runner = web.AppRunner(
+            create_app(pending, token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS,
+            handler_cancellation=True,  # when the client hangs up
+        )  # fmt: skip
         self.url = ""
 
     def start(self) -> None:
@@ -73,10 +76,6 @@ class HttpThread:
 
     async def _listen(self) -> None:
         host, port = self._address
-        self._runner = web.AppRunner(
-            create_app(self._pending, self._token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS,
-            handler_cancellation=True,  # when the client hangs up
-        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port).start()
@@ -87,8 +86,7 @@ class HttpThread:
 
     async def _stop(self) -> None:
         self._pending.abort("the endpoint closes: no more answers are drawn")
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
 
 
 def create_app(pending: PendingCalls, token: str) -> web.Application:

@@ -28,6 +28,9 @@ from megatron_rl.json_text import parse_json
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
 
+_SEPARATOR = b"\n"
+"""Between messages in the fingerprint of a history."""
+
 
 @dataclass(frozen=True)
 class PlannedCall:
@@ -104,7 +107,7 @@ class Session:
         texts = [_canonical(message) for message in messages]
         history, answered, num_known = blake2b(_sorted(list(tools)).encode(), digest_size=16), [], 0
         for count, text in enumerate(texts, start=1):
-            history.update(_line(text))
+            history.update(_SEPARATOR + text.encode())
             if found := self._histories.get(history.digest()):
                 answered, num_known = found, count
 
@@ -208,7 +211,7 @@ class Session:
             node.texts = tuple(node.prompt + text for text in dict.fromkeys((message["content"], whole)))
         elif node.prompt is not None:
             text, history = _canonical(message), node.prompt.copy()
-            history.update(_line(text))
+            history.update(_SEPARATOR + text.encode())
             self._histories.setdefault(history.digest(), []).append(number)
             self._known_messages.add(text)
 
@@ -226,11 +229,6 @@ class Session:
             parts += [node.completion.token_ids, node.planned.ids]
             at = node.planned.after
         return tuple(token for part in reversed(parts) for token in part)
-
-
-def _line(canonical: str) -> bytes:
-    """A message in the fingerprint of a history."""
-    return b"\n" + canonical.encode()
 
 
 def _canonical(message: Message) -> str:

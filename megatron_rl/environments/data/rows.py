@@ -236,14 +236,10 @@ def _read_file(source: Source) -> NumberedRows:
         raise _bad(str(file), "has an unknown ending; use .json, .jsonl or .csv (also .gz), or .parquet")
     try:
         yield from readers[kind](file) if kind in readers else _parquet(file, source)
-    except (EOFError, zlib.error) as error:
-        raise _bad(path, f"is truncated or damaged: {_first_line(error)}") from error
-    except gzip.BadGzipFile as error:
-        raise _bad(path, "is not gzip, whatever its name says; drop .gz from the name") from error
     except UnicodeDecodeError as error:
         raise _bad(path, f"is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
-    except OSError as error:
-        raise _bad(path, f"cannot be read: {error.strerror or _first_line(error)}") from error
+    except (OSError, EOFError, zlib.error) as error:  # the latter two of damaged archives
+        raise _bad(path, f"cannot be read: {getattr(error, 'strerror', None) or _first_line(error)}") from error
 
 
 def _open(file: Path) -> TextIO:

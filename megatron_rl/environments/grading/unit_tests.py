@@ -53,7 +53,7 @@ _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNOR
 _IN_PROCESS = """
 import builtins, json, os, sys
 given = json.load(sys.stdin)
-told = os.dup(1)
+results = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 base = {"__builtins__": dict(vars(builtins)), "__name__": "__main__"}
 exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re", base)
@@ -76,8 +76,8 @@ for number, test in enumerate(given["tests"]):
             result = "true"
     except Exception:
         continue
-    os.write(told, f"\\n{given['key']} {number} {result}".encode())
-os.write(told, b"\\n")
+    os.write(results, f"\\n{given['key']} {number} {result}".encode())
+os.write(results, b"\\n")
 """
 
 
@@ -246,11 +246,13 @@ def _in_process(code: str, tests: Tests) -> tuple[list[bool], bool]:
     text = "" if tests.expected else "\n".join(tests.inputs)
     packages = [name for name in PACKAGES if re.search(rf"\b(?:import|from) {name}\b", text)]
     result = run_python(_IN_PROCESS, given, LIMITS, {"answer.py": f"{tests.before}\n{code}"}, packages)
-    told = dict(_results(result.stdout, key))
+    results = dict(_results(result.stdout, key))
     if tests.function:
-        passed = [number in told and _same_value(told[number], want) for number, want in enumerate(tests.expected)]
+        passed = [
+            number in results and _same_value(results[number], want) for number, want in enumerate(tests.expected)
+        ]
     else:
-        passed = [told.get(number) is True for number in range(len(tests.inputs))]
+        passed = [results.get(number) is True for number in range(len(tests.inputs))]
     return passed, result.why in ("timeout", "cpu")
 
 

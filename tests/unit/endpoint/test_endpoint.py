@@ -71,7 +71,7 @@ def test_what_a_call_says(tokenizer):
     with scripted(tokenizer, answer) as endpoint:
         asked = client(endpoint).chat.completions
         cut = asked.create(**ASK, max_tokens=5, temperature=0, seed=7, stop="!", n=2)
-        asked.create(**ASK, temperature=0.5, top_p=0.9, extra_body={"top_k": 4}, stream=True).close()
+        assert [*asked.create(**ASK, temperature=0.5, top_p=0.9, extra_body={"top_k": 4}, stream=True)]
         session = endpoint.open_session("")
         client(endpoint, session).chat.completions.create(**ASK, temperature=0.1, seed=3, max_tokens=500)
     assert cut.choices[0].finish_reason == "length"
