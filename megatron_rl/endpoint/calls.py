@@ -167,11 +167,11 @@ class Endpoint:
             self.progress(request.call, token_ids)
 
 
-# Calls outside sessions: nobody trains on their answers, and their callers say how they are drawn.
-
-
 def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
-    """JSON values for `request_of`, so that all ranks make the same of a call; ``seed`` where its caller gives none."""
+    """Return a call outside sessions as JSON for `request_of` on all ranks, with ``seed`` where its caller has none.
+
+    Nobody trains on its answer, and its caller says how it is sampled.
+    """
     return {
         "number": call.number, "ids": call.ids, "sampling": asdict(call.sampling), "choice": call.branch,
         "seed": seed if call.seed is None else f"seed {call.seed}",
@@ -179,7 +179,7 @@ def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
 
 
 def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int) -> Request:
-    """What the engine is asked for."""
+    """Return what the engine is asked for."""
     source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
     params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
     return Request(source, tuple(ids), 1, params, goes_on=True, call=number, branch=choice)

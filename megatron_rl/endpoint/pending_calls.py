@@ -11,7 +11,6 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -172,8 +171,7 @@ class PendingCalls:
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
         numbers: list[int] = []
         planned: list[PlannedCall] = []
-        with ExitStack() as refused:  # or its client hangs up meanwhile
-            refused.callback(lambda: self._text_thread.submit(session.forget, numbers))
+        try:
             for plan in plans:
                 new = list(itertools.islice(self._numbers, options.n))
                 numbers += new
@@ -181,7 +179,9 @@ class PendingCalls:
             if self._aborted is not None:
                 raise self._aborted
             self._session(session.id)  # it may be over by now
-            refused.pop_all()
+        except BaseException:  # the request is refused, or its client has hung up
+            self._text_thread.submit(session.forget, numbers)
+            raise
         pending = []
         for index, (number, plan) in enumerate(zip(numbers, planned, strict=True)):
             call = self._call(number, session, plan, options, index % options.n)

@@ -9,11 +9,11 @@ import selectors
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.environments.sandbox.limits import Execution, Limits, SandboxUnavailable
-from megatron_rl.environments.sandbox.plan import Plan, interpreter
+from megatron_rl.environments.sandbox.plan import Limits, Plan, SandboxUnavailable, interpreter
 from megatron_rl.errors import one_line
 
 LAUNCHER = str(Path(__file__).with_name("launch.py"))
@@ -27,6 +27,25 @@ ADVICE = (
 
 # of a traceback, also of numpy's own error; without one it is only what the program says
 _OUT_OF_MEMORY = re.compile(r"(?:[\w.]+\._Array)?MemoryError(?::.*)?")
+
+
+@dataclass(frozen=True)
+class Execution:
+    stdout: str
+    """As UTF-8; bytes that are none become U+FFFD."""
+    stderr: str
+    exit_code: int
+    """Minus the signal's number for a program that a signal ended, as ``subprocess`` has it."""
+    why: str = ""
+    """What it had too much of: ``timeout`` (wall time), ``cpu``, ``memory`` or ``output``; "" for all other ends.
+    A full disk is an ``OSError`` that the program itself sees."""
+    cpu_s: float = 0.0
+    """Processor seconds of the program and of the processes that it waited for; 0 where it was ended from outside."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it came to its end without an error."""
+        return self.exit_code == 0 and not self.why
 
 
 def execute(plan: Plan, stdin: bytes, limits: Limits) -> Execution:

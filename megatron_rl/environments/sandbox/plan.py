@@ -15,12 +15,14 @@ import resource
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 
 from megatron_rl.environments.sandbox import seccomp
-from megatron_rl.environments.sandbox.limits import Limits, SandboxUnavailable
+from megatron_rl.errors import EnvironmentFault
 
+MAX_LIMIT = 2**20
+"""Of any field of `Limits`: a megabyte of megabytes, or twelve days."""
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 PACKAGES = "/packages"
@@ -49,6 +51,55 @@ ENVIRONMENT = {
     "PYTHONPATH": PACKAGES,
 }
 """All of the program's variables."""
+
+
+class SandboxUnavailable(EnvironmentFault):
+    """This machine, or this process, cannot enforce the limits: nothing was run."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"code cannot be run safely here: {reason}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one program may use.
+
+    Memory in all is ``processes * memory_mb + disk_mb``: the kernel bounds the address space of each process, and
+    the files lie in memory. With one process, the default, a program can start threads and no process at all.
+    """
+
+    memory_mb: int = 512
+    """Address space of a process in MiB, its threads' stacks included."""
+    cpu_s: int = 10
+    """Processor time of a process in seconds, summed over its threads."""
+    wall_s: float = 20.0
+    """Seconds from the program's start to its end."""
+    disk_mb: int = 32
+    """Everything in its directory, in MiB."""
+    file_mb: int = 16
+    """One file, in MiB."""
+    files: int = 256
+    """Files and directories at one time."""
+    open_files: int = 64
+    """Files that a process may have open."""
+    processes: int = 1
+    """Processes at one time."""
+    threads: int = 32
+    """Threads at one time, those of all processes together."""
+    output_kb: int = 64
+    """Standard output, and standard error, in KiB each."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, whole = getattr(self, field.name), field.type == "int"
+            fits = type(value) is int or (type(value) is float and not whole)
+            if not fits or not 0 < value <= MAX_LIMIT:
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"{field.name} is {value!r:.40}; it must be {kind} above 0 and up to {MAX_LIMIT:,}")
+        if self.memory_mb < 64:
+            raise ValueError(f"memory_mb is {self.memory_mb}; Python itself needs 64")
+        if self.open_files < 8:
+            raise ValueError(f"open_files is {self.open_files}; Python itself needs 8")
 
 
 @dataclass(frozen=True)
@@ -82,7 +133,7 @@ class Plan:
 def plan_for(
     code: str, limits: Limits, files: Mapping[str, str | bytes] | None = None, packages: Sequence[str] = ()
 ) -> Plan:
-    """The sandbox for a program.
+    """Return the sandbox for a program.
 
     Raises:
         SandboxUnavailable: the kernel or processor is not known to enforce it.
@@ -116,13 +167,13 @@ def plan_for(
 
 @functools.cache
 def interpreter() -> str:
-    """The Python of this process; of a virtual environment, the one that it was made from."""
+    """Return the Python of this process; of a virtual environment, the one that it was made from."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
 def system_view() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """What is shown read-only (source, place), links (place, target), and directories in them that are shown empty."""
+    """Return what is shown read-only (source, place), links (place, target), and directories that are shown empty."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     # libpython, and what its extension modules load, lie beside the standard library: that is `lib` of the prefix
     wanted = [interpreter(), str(stdlib.parent), *LIBRARIES]
@@ -139,9 +190,9 @@ def system_view() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], .
 
 
 def packages_view(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Where each of the packages lies and where it is shown: by the names that are imported, their dependencies too.
+    """Return where each package lies and where it is shown; ``ValueError`` for one that is not installed.
 
-    ``ValueError`` for one that is not installed.
+    ``names`` are those that are imported, their dependencies too.
     """
     shown = []
     for name in names:
@@ -158,7 +209,7 @@ def packages_view(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """``RLIMIT_*`` of a process; ``SandboxUnavailable`` for more than this process may itself have."""
+    """Return the ``RLIMIT_*`` of a process; ``SandboxUnavailable`` for more than this process may itself have."""
     # the two processes around the program are of the same user where that is not root's to change
     tasks = limits.threads + limits.processes + 2
     values = {

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.environments.sandbox.execution import execute
-from megatron_rl.environments.sandbox.limits import Execution, Limits, SandboxUnavailable
-from megatron_rl.environments.sandbox.plan import plan_for
+from megatron_rl.environments.sandbox.execution import Execution, execute
+from megatron_rl.environments.sandbox.plan import Limits, SandboxUnavailable, plan_for
 from megatron_rl.errors import one_line
 
 MAX_CHARACTERS = 4_000
@@ -74,7 +73,7 @@ def run_python(
     files: Mapping[str, str | bytes] | None = None,
     packages: Sequence[str] = (),
 ) -> Execution:
-    """Runs ``code`` in a fresh Python in a sandbox of its own, and waits for it.
+    """Run ``code`` in a fresh Python in a sandbox of its own, and wait for it.
 
     Args:
         code: the program; it is ``main.py`` in its own directory, the only place that it can write to.
@@ -96,7 +95,7 @@ def run_python(
 def python_tool(
     limits: Limits = LIMITS, *, packages: Sequence[str] = (), max_characters: int = MAX_CHARACTERS
 ) -> tuple[dict[str, Any], Callable[[str], str]]:
-    """The tool ``python``: its schema as in OpenAI's API, and the function from code to what the model reads.
+    """Return the tool ``python``: its schema as in OpenAI's API, and the function from code to what a model reads.
 
     Each call is a program of its own: no variable and no file outlives it. The function raises
     ``SandboxUnavailable`` where the machine has no sandbox; whatever the code does becomes text.
@@ -114,7 +113,7 @@ def python_tool(
 
 
 def shown(result: Execution, limits: Limits, max_characters: int = MAX_CHARACTERS) -> str:
-    """What a model reads of a program: what it printed, and its last error, in at most ``max_characters``."""
+    """Return what a model reads of a program: what it printed, and its error, in ``max_characters`` at most."""
     reasons = {
         "timeout": f"it was ended after {limits.wall_s:g} s",
         "cpu": f"it was ended after {limits.cpu_s} s of computing",
@@ -134,7 +133,7 @@ def shown(result: Execution, limits: Limits, max_characters: int = MAX_CHARACTER
 
 
 def sandbox_problem() -> str:
-    """Why this machine, or this process, has no sandbox, and what to do, in one line; "" where it has."""
+    """Return why this machine, or process, has no sandbox, and what to do, in one line; "" where it has."""
     try:
         require_sandbox()
     except SandboxUnavailable as error:
@@ -144,7 +143,10 @@ def sandbox_problem() -> str:
 
 @functools.cache
 def require_sandbox() -> None:
-    """``SandboxUnavailable`` unless the limits are enforced; a process tries it out until it finds that they are."""
+    """Raise ``SandboxUnavailable`` unless the limits are enforced: tried out, as a kernel may take one and ignore it.
+
+    A process that has found that they are does not try again.
+    """
     result = execute(plan_for(TRIAL, TRIAL_LIMITS), b"", TRIAL_LIMITS)
     *broken, last = result.stdout.splitlines() or [""]
     if last != "tried":

@@ -32,7 +32,7 @@ class ToolCall:
     problem: str = ""
 
     def as_message(self) -> dict[str, Any]:
-        """An element of a message's ``tool_calls`` as in OpenAI's API."""
+        """Return an element of a message's ``tool_calls`` as in OpenAI's API."""
         return {
             "id": self.id,
             "type": "function",
@@ -52,7 +52,7 @@ class Parsed:
 
 
 def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, prefix: str = "call") -> Parsed:
-    """The calls of an answer, with the ids ``call_0``, ``call_1`` ...; raises nothing whatever the text.
+    """Return the calls of an answer, with the ids ``call_0``, ``call_1`` ...; raises nothing whatever the text.
 
     ``tools`` are checked. A thought is searched for no calls.
     """
@@ -83,7 +83,7 @@ def split_thought(text: str) -> tuple[str, str]:
 
 @functools.cache
 def parser_for(template: str) -> str:
-    """The parser of calls as a chat template shows them; empty where no parser knows its form."""
+    """Return the parser of calls as a chat template shows them; "" where no parser knows its form."""
     return next((name for name in PARSERS.names() if PARSERS.get(name).writes(template)), "")
 
 

@@ -67,10 +67,10 @@ class SearchingParser(Parser):
 
     @abstractmethod
     def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
-        """What begins there, and where the text goes on."""
+        """Return what begins there, and where the text goes on."""
 
     def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
-        """The calls, and the text between them."""
+        """Yield the calls, and the text between them."""
         at = 0
         while (begin := self.begin.search(text, at)) is not None:
             yield text[at : begin.start()]
@@ -80,8 +80,10 @@ class SearchingParser(Parser):
 
 
 class TaggedParser(SearchingParser):
-    """Reads what its tags say; a text argument may hold any text but the end of a value. The group of ``begin`` is the
-    name."""
+    """Reads calls written as tags, an argument at a time, without quotes: what one is depends on its schema.
+
+    A text argument may hold any text but the end of a value. The group of ``begin`` is the name.
+    """
 
     key: ClassVar[re.Pattern[str]]
     """Up to where a value begins; its group is the argument's name."""
@@ -90,12 +92,11 @@ class TaggedParser(SearchingParser):
     """What a value has before and after it, once each."""
     end: ClassVar[re.Pattern[str]]
     """Of a call."""
-
     written: ClassVar[tuple[str, str, str]]
     """How a call begins, with ``{}`` for the name, an argument of it, name and value, and how it ends: lines."""
 
     def write(self, calls: Sequence[Written]) -> str:
-        """Texts as they are, and everything else as JSON."""
+        """Write texts as they are, and everything else as JSON."""
         begin, argument, end = self.written
         lines = []
         for name, arguments in calls:
@@ -104,7 +105,7 @@ class TaggedParser(SearchingParser):
         return "\n".join(lines)
 
     def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
-        """What begins there, and where the text goes on."""
+        """Read the arguments one by one, up to the end of the call."""
         name, at = (begin[1] or "").strip(), begin.end()
         properties = schemas.get(name, {}).get("properties", {})
         arguments: dict[str, Any] = {}
@@ -129,7 +130,7 @@ class TaggedParser(SearchingParser):
 
 
 def call_of(name: object, arguments: object) -> Written:
-    """A call; its arguments may be the JSON text of an object. ``ValueError`` for what cannot be sent on as JSON."""
+    """Return a call; its arguments may be the JSON text of an object. ``ValueError`` for what is no JSON."""
     if not isinstance(name, str) or not name:
         raise ValueError("it has no name")
     if isinstance(arguments, str):
