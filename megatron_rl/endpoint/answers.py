@@ -1,24 +1,24 @@
-"""From sampled tokens to what OpenAI's clients read: text, calls of tools, log-probs, objects and chunks."""
+"""From sampled tokens to text and tool calls: of a whole answer, and of one that is still sampled."""
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megatron_rl.endpoint.growing import GrowingText
-from megatron_rl.environments.tool_calls import END_OF_THOUGHT, THOUGHT, Tools, parse
+from megatron_rl.environments.tool_calls import Tools, parse, split_thought
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
 
 CALL_BEGINS = re.compile("[<{]")
-HALF = "\N{REPLACEMENT CHARACTER}"
-"""A character of which not all bytes are drawn yet."""
+PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""Decoded from a character of which not all bytes are sampled yet."""
+CONTEXT = 16
+"""Tokens before and after a place that show whether texts can be cut there: characters over several tokens, spaces at
+the beginning that decoders strip."""
+WINDOW = 4 * CONTEXT
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Choice:
     """One answer."""
 
     text: str
-    """Without the stop string that ended it, and without calls of tools."""
+    """Without the stop string that ended it, and without tool calls."""
     tool_calls: tuple[Mapping[str, Any], ...]
     finish_reason: str
     """OpenAI's: stop, length or tool_calls."""
@@ -52,13 +52,13 @@ class AnswerReader:
         tools: Tools = (),
         call_prefix: str = "call",
     ) -> None:
-        """``parser`` finds calls of ``tools``, whose ids begin with ``call_prefix``; empty: they stay text."""
+        """``parser`` finds calls of ``tools``, whose ids begin with ``call_prefix``; without it they stay text."""
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._parser, self._tools, self._call_prefix = parser, tools, call_prefix
 
     def choice(self, completion: Completion) -> Choice:
-        """The whole answer."""
-        text = self._cut(self._tokenizer.decode(completion.token_ids, self._parser))
+        """Read a whole answer."""
+        text = self._before_stop(self._tokenizer.decode(completion.token_ids, self._parser))
         reason = "length" if completion.finish_reason == "length" else "stop"
         if not self._parser:
             return Choice(text, (), reason, completion)
@@ -66,122 +66,74 @@ class AnswerReader:
         calls = tuple(call.as_message() for call in parsed.calls)
         return Choice(parsed.content, calls, "tool_calls" if calls and reason == "stop" else reason, completion)
 
-    def _cut(self, text: str) -> str:
+    def decoder(self) -> IncrementalDecoder:
+        """Return the decoder whose texts `final_part` takes, for one answer."""
+        return IncrementalDecoder(self._tokenizer, self._parser)
+
+    def final_part(self, text: str) -> str:
+        """Return what of ``text`` stays whatever follows, without a partial character, stop string or tool call."""
+        text = self._before_stop(text.rstrip(PARTIAL_CHARACTER))
+        held_back = max((_overlap(text, string) for string in self._stop), default=0)
+        text = text[: len(text) - held_back]
+        return _before_calls(text) if self._parser else text
+
+    def _before_stop(self, text: str) -> str:
         """``text`` before the first of the caller's stop strings."""
         found = [index for index in map(text.find, self._stop) if index >= 0]
         return text[: min(found)] if found else text
 
-    def growing(self) -> GrowingText:
-        """What `certain` is asked of, for one answer."""
-        return GrowingText(self._tokenizer, self._parser)
 
-    def certain(self, text: str) -> str:
-        """What of a text stays whatever comes: not half a character, or what may be the beginning of a stop string."""
-        text = self._cut(text.rstrip(HALF))
-        held = max((_begun(text, string) for string in self._stop), default=0)
-        text = text[: len(text) - held]
-        return _before_calls(text) if self._parser else text
+class IncrementalDecoder:
+    """Decodes a growing list of ids at the cost of the new ones; the text is that of decoding all of them.
+
+        ids     ...... context | since then          of which a window is kept
+        text    head ......... | decode(window)[cut:]
+    """
+
+    def __init__(self, tokenizer: Tokenizer, calls_of: str = "") -> None:
+        """``calls_of`` as in `Tokenizer.decode`."""
+        self._decode = partial(tokenizer.decode, calls_of=calls_of)
+        self._left_out, self._byte_tokens = tokenizer.left_out(calls_of), tokenizer.byte_tokens
+        self._num_read, self._window, self._limit = 0, [], WINDOW
+        self._head, self._cut = "", 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``, all there are, without byte tokens at the end, which others may change."""
+        # Without the tokens that have no text, so that a context always has some.
+        self._window += [number for number in token_ids[self._num_read :] if number not in self._left_out]
+        self._num_read = len(token_ids)
+        end = len(self._window)
+        while end and self._window[end - 1] in self._byte_tokens:
+            end -= 1
+        text = self._decode(self._window[:end])
+        whole = self._head + text[self._cut :]
+        if end > self._limit:
+            self._limit = WINDOW if self._slide(end, text) else 2 * end
+        return whole
+
+    def _slide(self, end: int, text: str) -> bool:
+        """Shorten the window where a cut changes nothing of ``text``, that of ``window[:end]``."""
+        for cut in range(end - CONTEXT, end - 2 * CONTEXT, -1):
+            if {self._window[cut - 1], self._window[cut]} <= self._byte_tokens:
+                continue
+            before, context = self._decode(self._window[:cut]), self._decode(self._window[cut - CONTEXT : cut])
+            rest = self._decode(self._window[cut - CONTEXT : end])
+            if text == before + rest[len(context) :]:
+                self._head += before[self._cut :]
+                self._window, self._cut = self._window[cut - CONTEXT :], len(context)
+                return True
+        return False
 
 
 def _before_calls(text: str) -> str:
-    """What is no call in any parser's form, and stays when calls follow: space around it goes then.
-
-    A thought is searched for no calls.
-    """
-    thought, mark, said = text.partition(END_OF_THOUGHT)
-    if not mark:
-        thought, said = (text, "") if text.startswith(THOUGHT) else ("", text)
-    call = CALL_BEGINS.search(said)
-    shown = (thought + mark + (said[: call.start()] if call else said)).rstrip()
+    """What is no call in any parser's form, and stays when calls follow: space around it goes then."""
+    thought, answer = split_thought(text)
+    call = CALL_BEGINS.search(answer)
+    shown = (thought + (answer[: call.start()] if call else answer)).rstrip()
     return "" if shown[:1].isspace() else shown
 
 
-def _begun(text: str, string: str) -> int:
+def _overlap(text: str, string: str) -> int:
     """How many characters at the end of ``text`` may be the beginning of ``string``."""
     longest = min(len(text), len(string) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(string[:count])), 0)
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """What all objects of one answer have in common."""
-
-    kind: str
-    """``chat.completion`` or ``text_completion``."""
-    model: str
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def is_chat(self) -> bool:
-        return self.kind == "chat.completion"
-
-    def around(self, choices: list[dict[str, Any]], chunk: bool = False, **more: Any) -> dict[str, Any]:
-        """The object with ``choices``."""
-        kind = "chat.completion.chunk" if chunk and self.is_chat else self.kind
-        prefix = "chatcmpl" if self.is_chat else "cmpl"
-        return {
-            "id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model,
-            "choices": choices, **more,
-        }  # fmt: skip
-
-    def whole(self, shown: Sequence[str], usage: dict[str, Any], policy_version: int) -> str:
-        """The JSON answer to a request that does not stream, of its choices as `shown`."""
-        rest = self.around([], usage=usage, system_fingerprint=f"policy-{policy_version}")
-        del rest["choices"]
-        return f'{json.dumps(rest)[:-1]}, "choices": [{", ".join(shown)}]}}'
-
-    def shown(self, index: int, choice: Choice, logprobs: Tokenizer | None) -> str:
-        """JSON of one choice; ``logprobs`` decodes tokens where they are wanted."""
-        said = {"message": choice.message} if self.is_chat else {"text": choice.text}
-        return json.dumps({"index": index, **said, **self.ending(choice, logprobs)})
-
-    def delta(self, index: int, text: str, first: bool) -> bytes:
-        """The event of a chunk with more text of a choice."""
-        if not self.is_chat:
-            said: dict[str, Any] = {"text": text}
-        else:
-            said = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
-        return event(self.around([{"index": index, **said, "logprobs": None, "finish_reason": None}], chunk=True))
-
-    def last(self, index: int, choice: Choice, rest: str, logprobs: Tokenizer | None) -> bytes:
-        """The event of a choice's last chunk: the rest of its text, its calls of tools, its log-probs."""
-        if not self.is_chat:
-            said: dict[str, Any] = {"text": rest}
-        else:
-            calls = [{"index": number, **call} for number, call in enumerate(choice.tool_calls)]
-            said = {"delta": {**({"content": rest} if rest else {}), **({"tool_calls": calls} if calls else {})}}
-        return event(self.around([{"index": index, **said, **self.ending(choice, logprobs)}], chunk=True))
-
-    def ending(self, choice: Choice, logprobs: Tokenizer | None) -> dict[str, Any]:
-        """Why it ended, and its log-probs."""
-        shown = None
-        if logprobs is not None:
-            shown = (chat_logprobs if self.is_chat else text_logprobs)(choice.completion, logprobs)
-        return {"logprobs": shown, "finish_reason": choice.finish_reason}
-
-
-def chat_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Of every sampled token, end tokens among them; natural logarithms."""
-    content = []
-    for text, logprob in _tokens(completion, tokenizer):
-        own_bytes = None if HALF in text else list(text.encode())
-        content.append({"token": text, "logprob": logprob, "bytes": own_bytes, "top_logprobs": []})
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The same as `/v1/completions` has it; offsets count characters of the tokens' own texts."""
-    texts, logprobs = zip(*_tokens(completion, tokenizer), strict=True)
-    offsets = [0, *accumulate(map(len, texts))][:-1]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
-
-
-def _tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float]]:
-    for token, logprob in zip(completion.token_ids, completion.inference_logprobs, strict=True):
-        yield tokenizer.decode_raw([token]), logprob
-
-
-def event(value: Any) -> bytes:
-    """A server-sent event."""
-    return f"data: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n\n".encode()

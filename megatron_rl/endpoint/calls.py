@@ -29,7 +29,7 @@ POLICY = "policy"
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint whose answers somebody else makes: its methods are for that somebody's thread."""
+    """An OpenAI-compatible endpoint; its methods are for the thread of the engine that answers its calls."""
 
     def __init__(
         self,
@@ -47,19 +47,21 @@ class Endpoint:
 
         Args:
             max_new_tokens: of an answer, whatever its caller asks for.
-            model: its name.
             sampling: what callers outside sessions leave open.
+            model: its name.
             port: 0 is any that is free.
             token: what callers must send; None makes one.
         """
         self.token = token or secrets.token_urlsafe(32)
-        self._inbox = Inbox()
-        self._streams: set[int] = set()
-        """Calls that want to be shown."""
         limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams())
         tokenizer = tokenizer.reading_at_most(max_sequence_length)
-        self._pending = PendingCalls(tokenizer, limits, self._inbox.put, self._inbox.drop)
+        self._pending = PendingCalls(tokenizer, limits, self._put, self._drop)
         self._http = HttpThread(self._pending, self.token, host, port)
+        self._condition = threading.Condition()
+        """Guards the three below, which the HTTP thread fills."""
+        self._calls: list[Call] = []
+        self._cancelled: list[int] = []
+        self._wakers: set[Callable[[], object]] = set()
 
     def start(self) -> None:
         """Listen.
@@ -70,7 +72,7 @@ class Endpoint:
         self._http.start()
 
     def close(self) -> None:
-        """Calls that wait get 503; nothing listens afterwards."""
+        """Answer pending calls with 503; nothing listens afterwards."""
         self._http.close()
 
     @property
@@ -79,124 +81,46 @@ class Endpoint:
         return self._http.url
 
     def base_url(self, session: str | None = None) -> str:
-        """What an OpenAI client is given."""
+        """Return what an OpenAI client is given."""
         return f"{self.url}/sessions/{session}/v1" if session else f"{self.url}/v1"
 
     # -- sessions --------------------------------------------------------------------------------
 
     def open_session(self, environment: str) -> str:
-        """A session for a sample of ``environment``; its id, see `base_url`."""
+        """Return the id of a session for a sample of ``environment``, see `base_url`."""
         return self._http.result(self._pending.open_session(environment))
 
     def close_session(self, session: str) -> SessionEnd:
-        """The sample has its reward: calls of it that wait, and later ones, get 410."""
+        """End the session of a sample that has its reward: its pending calls, and later ones, get 410."""
         return self._http.result(self._pending.close_session(session))
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def take(self) -> list[Call]:
-        """The calls that came since it was asked last; never waits."""
-        calls = self._inbox.take()
-        self._streams.update(call.number for call in calls if call.wants_progress)
-        return calls
-
-    def take_cancelled(self) -> list[int]:
-        """Numbers of the calls, taken before, that nobody waits for any more; each once. No answer is wanted."""
-        cancelled = self._inbox.take_cancelled()
-        self._streams.difference_update(cancelled)
-        return cancelled
-
     @property
     def num_waiting(self) -> int:
         """Calls without an answer whose clients wait, taken or not."""
-        return len(self._pending.waiting)
-
-    async def wait(self, timeout: float) -> None:
-        """Until there is a call, for ``timeout`` seconds at most."""
-        await self._inbox.wait(timeout)
-
-    def wait_blocking(self, timeout: float) -> None:
-        """The same for a thread without an event loop."""
-        self._inbox.wait_blocking(timeout)
-
-    def deliver(self, number: int, completion: Completion) -> None:
-        """The answer to a call; nobody may wait for it any more."""
-        self._streams.discard(number)
-        self._http.call(self._pending.deliver, number, completion)
-
-    def progress(self, number: int, token_ids: Sequence[int]) -> None:
-        """All tokens so far of a call that ``wants_progress``."""
-        self._http.call(self._pending.progress, number, tuple(token_ids))
-
-    def show(self, engine: Engine) -> None:
-        """The same for all of them; reads the device for those alone."""
-        for request, token_ids in engine.unfinished_tokens(lambda request: request.call in self._streams):
-            self.progress(request.call, token_ids)
-
-
-# Calls outside sessions: nobody trains on their answers, and their callers say how they are drawn.
-
-
-def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
-    """JSON values for `request_of`, so that all ranks make the same of a call; ``seed`` where its caller gives none."""
-    return {
-        "number": call.number, "ids": call.ids, "sampling": asdict(call.sampling), "choice": call.branch,
-        "seed": seed if call.seed is None else f"seed {call.seed}",
-    }  # fmt: skip
-
-
-def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int) -> Request:
-    """What the engine is asked for."""
-    source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
-    params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
-    return Request(source, tuple(ids), 1, params, goes_on=True, call=number, branch=choice)
-
-
-class Inbox:
-    """Calls on their way to the engine's thread, and what is not wanted any more."""
-
-    def __init__(self) -> None:
-        self._calls: list[Call] = []
-        self._cancelled: list[int] = []
-        self._condition = threading.Condition()
-        self._wakers: set[Callable[[], object]] = set()
-
-    def put(self, call: Call) -> None:
-        """Wakes who waits."""
-        with self._condition:
-            self._calls.append(call)
-            self._condition.notify_all()
-            for wake in self._wakers:
-                wake()
+        return len(self._pending)
 
     def take(self) -> list[Call]:
-        """All of them."""
+        """Return the calls that came since it was asked last; never waits."""
         with self._condition:
             calls, self._calls = self._calls, []
             return calls
 
-    def drop(self, number: int) -> None:
-        """A call that nobody waits for: it is not taken any more, or else cancelled."""
-        with self._condition:
-            others = [call for call in self._calls if call.number != number]
-            if len(others) == len(self._calls):
-                self._cancelled.append(number)
-            self._calls = others
-
     def take_cancelled(self) -> list[int]:
-        """All of them."""
+        """Return the numbers of calls, taken before, that nobody waits for any more; each once. Answer none of them."""
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
             return cancelled
 
     def wait_blocking(self, timeout: float) -> None:
-        """Until one is there."""
+        """Wait until there is a call, for ``timeout`` seconds at most."""
         with self._condition:
             if not self._calls:
                 self._condition.wait(timeout)
 
     async def wait(self, timeout: float) -> None:
-        """Until one is there."""
+        """The same for a thread with an event loop."""
         came = asyncio.Event()
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, came.set)
         with self._condition:
@@ -210,3 +134,52 @@ class Inbox:
         finally:
             with self._condition:
                 self._wakers.discard(wake)
+
+    def _put(self, call: Call) -> None:
+        """Hand a call over and wake who waits; of the HTTP thread."""
+        with self._condition:
+            self._calls.append(call)
+            self._condition.notify_all()
+            for wake in self._wakers:
+                wake()
+
+    def _drop(self, number: int) -> None:
+        """Take back a call that nobody waits for, or cancel it where it was taken; of the HTTP thread."""
+        with self._condition:
+            others = [call for call in self._calls if call.number != number]
+            if len(others) == len(self._calls):
+                self._cancelled.append(number)
+            self._calls = others
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def deliver(self, number: int, completion: Completion) -> None:
+        """Answer a call; nobody may wait for it any more."""
+        self._http.call(self._pending.deliver, number, completion)
+
+    def progress(self, number: int, token_ids: Sequence[int]) -> None:
+        """Report all tokens so far of a call."""
+        self._http.call(self._pending.progress, number, tuple(token_ids))
+
+    def show(self, engine: Engine) -> None:
+        """Report the progress of all calls that are streamed; reads the device for those alone."""
+        for request, token_ids in engine.unfinished_tokens(lambda request: self._pending.is_streamed(request.call)):
+            self.progress(request.call, token_ids)
+
+
+def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
+    """Return a call outside sessions as JSON for `request_of` on all ranks, with ``seed`` where its caller has none.
+
+    Nobody trains on its answer, and its caller says how it is sampled.
+    """
+    return {
+        "number": call.number, "ids": call.ids, "sampling": asdict(call.sampling), "choice": call.branch,
+        "seed": seed if call.seed is None else f"seed {call.seed}",
+    }  # fmt: skip
+
+
+def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int) -> Request:
+    """Return what the engine is asked for."""
+    source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
+    params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
+    return Request(source, tuple(ids), 1, params, goes_on=True, call=number, branch=choice)

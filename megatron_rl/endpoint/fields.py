@@ -16,30 +16,22 @@ _WORDS = {
 
 
 class ApiError(Exception):
-    """What the client is told, as OpenAI words it: ``{"error": {"message", "type", "param", "code"}}``."""
+    """An error that the client gets as OpenAI words it: ``{"error": {"message", "type", "param", "code"}}``."""
 
-    def __init__(self, status: int, code: str | None, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.message, self.param = status, code, message, param
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON answer."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def refuse(param: str, why: str, code: str | None = "invalid_value") -> NoReturn:
-    """400 for ``param``: ``'n' is 0; ...``."""
+def refuse(param: str, why: str, code: str = "invalid_value") -> NoReturn:
+    """Raise 400 for ``param``: ``'n' is 0; ...``."""
     raise ApiError(400, code, f"{param!r} {why}", param)
 
 
 def typed(value: Any, kind: type[T], param: str) -> T:
-    """``value`` as ``kind``; a whole number is a number, true is not.
-
-    Raises:
-        ApiError: 400, it is of another type.
-    """
+    """Return ``value`` if it is a ``kind``, else refuse ``param``; a whole number is a float, true is no number."""
     if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
     if type(value) is not kind:
@@ -48,7 +40,7 @@ def typed(value: Any, kind: type[T], param: str) -> T:
 
 
 class Fields:
-    """The fields of one object. null counts as absent everywhere, as clients write what they were not told."""
+    """The fields of one object; null counts as absent. A field that is not as asked for is an `ApiError`."""
 
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
         """``path`` stands before a field's name in messages: ``messages[0].``."""
@@ -57,36 +49,24 @@ class Fields:
         """Names that nobody has asked for."""
 
     def take(self, name: str) -> Any:
-        """The value, of any type; None where there is none."""
+        """Return the value, of any type; None where there is none."""
         self.unread.discard(name)
         return self._body.get(name)
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """The value if it is there.
-
-        Raises:
-            ApiError: 400, it is of another type.
-        """
+        """Return the value if it is there."""
         value = self.take(name)
         return None if value is None else typed(value, kind, self._path + name)
 
     def required(self, name: str, kind: type[T]) -> T:
-        """The value.
-
-        Raises:
-            ApiError: 400, there is none, or it is of another type.
-        """
+        """Return the value, which must be there."""
         value = self.get(name, kind)
         if value is None:
             refuse(self._path + name, f"is missing; give {_WORDS[kind]}", "missing_required_parameter")
         return value
 
     def number(self, name: str, kind: type[T], low: float, high: float = math.inf) -> T | None:
-        """A number from ``low`` to ``high``, both included, if it is there.
-
-        Raises:
-            ApiError: 400, it is another one.
-        """
+        """Return a number from ``low`` to ``high``, both included, if it is there."""
         value = self.get(name, kind)
         if value is not None and not low <= value <= high:
             bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"

@@ -1,7 +1,7 @@
-"""What waits for answers: open sessions and calls.
+"""Open sessions, and the calls that wait for answers.
 
-All of it belongs to the HTTP thread, and what is in the sessions to a second one. Whatever reads texts runs there, job
-by job in the order asked, so that no text keeps others from being heard. So there are no locks.
+All of it belongs to the HTTP thread, but for the contents of sessions: they belong to the text thread, where everything
+that reads texts runs, in the order asked, so that no long text keeps other clients waiting. So there are no locks.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.fields import ApiError, refuse
-from megatron_rl.endpoint.protocol import Asked, ChatRequest, TextRequest
-from megatron_rl.endpoint.sessions import Planned, Session, SessionEnd
+from megatron_rl.endpoint.protocol import ChatRequest, Options, TextRequest
+from megatron_rl.endpoint.sessions import PlannedCall, Session, SessionEnd
 from megatron_rl.errors import MegatronRLError, TextTooLong, one_line, shorten
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
+
+OnProgress = Callable[[int, tuple[int, ...]], None]
+"""Takes the index of a choice and all its tokens so far."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Call:
     ids: tuple[int, ...]
     """Of a root the whole prompt, else what the model reads after that answer (``R0 R1``)."""
     branch: int
-    """In a session which of the sample's sequences it draws; else the number of the choice. Each has its seeds."""
+    """In a session which of the sample's sequences it draws; else the index of the choice. Each has its seeds."""
     max_new_tokens: int
     """There is room for so many."""
     stop: tuple[str, ...]
@@ -47,14 +49,6 @@ class Call:
     """Where there is no session: the caller's, with ``max_new_tokens`` and ``stop``."""
     seed: int | None
     """The caller's, without a session."""
-    wants_progress: bool
-    """It is streamed: `Endpoint.progress` is wanted."""
-
-
-Aside = Callable[..., Awaitable[Any]]
-"""`PendingCalls.aside`."""
-Shower = Callable[[int, tuple[int, ...]], None]
-"""Takes the number of a choice and all its tokens so far."""
 
 
 @dataclass(frozen=True)
@@ -70,142 +64,151 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Waiting:
+class PendingCall:
     """A call whose client waits."""
 
     call: Call
-    num_read: int
-    """Tokens of the whole prompt."""
+    session: Session
+    num_prompt_tokens: int
     reader: AnswerReader
     answer: asyncio.Future[Choice]
-    show: Callable[[tuple[int, ...]], None] | None = None
-    """Takes all tokens so far, where the client wants to see them."""
-
-
-def usage_of(waiting: Sequence[Waiting], n: int) -> dict[str, Any]:
-    """Tokens of prompts and answers, which all are there; ``n`` choices share a prompt, which counts once."""
-    written = sum(len(each.answer.result().completion.token_ids) for each in waiting)
-    read = sum(each.num_read for each in waiting[::n])
-    cached = sum(each.answer.result().completion.cached_tokens for each in waiting[::n])
-    return {
-        "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
+    on_progress: Callable[[tuple[int, ...]], None] | None = None
+    """Takes all tokens so far; of a stream."""
 
 
 class PendingCalls:
-    """Sessions and calls, by id and number."""
+    """Sessions by id, and calls by number."""
 
     def __init__(
         self, tokenizer: Tokenizer, limits: Limits, put: Callable[[Call], None], drop: Callable[[int], None]
     ) -> None:
-        """``put`` hands calls over to who answers them; ``drop`` says that one needs no answer."""
+        """``put`` hands a call to the engine's thread; ``drop`` says that a call needs no answer."""
         self.tokenizer, self.limits = tokenizer, limits
         self._put, self._drop = put, drop
         self._sessions: dict[str, Session] = {}
         self._parsers: dict[str, str] = {}
-        """Of calls of tools, by environment."""
-        self.waiting: dict[int, Waiting] = {}
+        """Of tool calls, by environment."""
+        self._pending: dict[int, PendingCall] = {}
         self._numbers = itertools.count()
         self._aborted: ApiError | None = None
-        self._reader = ThreadPoolExecutor(1, "endpoint-texts")
+        self._text_thread = ThreadPoolExecutor(1, "endpoint-texts")
 
-    def aside(self, do: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        """What ``do`` returns in the thread for texts, after all that was asked of it before."""
-        return asyncio.get_running_loop().run_in_executor(self._reader, do, *arguments)
+    def __len__(self) -> int:
+        """Calls whose clients wait; may be asked from any thread."""
+        return len(self._pending)
+
+    def in_text_thread(self, do: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        """Return the result of ``do`` in the text thread, after all that was asked of it before."""
+        return asyncio.get_running_loop().run_in_executor(self._text_thread, do, *arguments)
 
     def close(self) -> None:
-        """End that thread; the event loop must still run, and nobody asks any more."""
-        self._reader.shutdown(cancel_futures=True)
+        """End the text thread; the event loop must still run, and nobody asks any more."""
+        self._text_thread.shutdown(cancel_futures=True)
 
     # -- sessions --------------------------------------------------------------------------------
 
     async def open_session(self, environment: str) -> str:
-        """Its id."""
-        session = secrets.token_urlsafe(12)
-        self._sessions[session] = Session(environment, self.tokenizer)
-        return session
+        """Return the id of a new session."""
+        session_id = secrets.token_urlsafe(12)
+        self._sessions[session_id] = Session(environment, self.tokenizer, session_id)
+        return session_id
 
-    async def close_session(self, session: str) -> SessionEnd:
-        """Calls of it that wait get 410."""
-        self._fail(_over(), lambda waiting: waiting.call.session == session)
-        return await self.aside(self._sessions.pop(session).end)
+    async def close_session(self, session_id: str) -> SessionEnd:
+        """Answer its pending calls with 410."""
+        session = self._sessions.pop(session_id)
+        self._fail(_session_over(), [pending for pending in self._pending.values() if pending.session is session])
+        return await self.in_text_thread(session.end)
+
+    def _session(self, session_id: str | None) -> Session:
+        """A call without a session is the only one of its own."""
+        if session_id is None:
+            return Session("", self.tokenizer)
+        if session_id not in self._sessions:
+            raise _session_over()
+        return self._sessions[session_id]
 
     # -- calls -----------------------------------------------------------------------------------
 
     def check_model(self, name: str) -> None:
-        """404 for another than there is."""
+        """Raise 404 for another model than there is."""
         if name != self.limits.model:
             known = f"there is no model {shorten(name)}; here is {self.limits.model!r}"
             raise ApiError(404, "model_not_found", known, "model")
 
-    async def ask_chat(self, session: str | None, request: ChatRequest, show: Shower | None) -> list[Waiting]:
-        """The calls of ``request``, one a choice; ``show`` wants to see them meanwhile.
+    async def ask_chat(
+        self, session_id: str | None, request: ChatRequest, on_progress: OnProgress | None
+    ) -> list[PendingCall]:
+        """Hand over the calls of ``request``, one a choice.
 
         Raises:
             ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
         """
-        among = self._session(session)
-        parser = await self.aside(self._parser, among.environment) if request.tools else ""
+        session = self._session(session_id)
+        parser = await self.in_text_thread(self._parser, session.environment) if request.tools else ""
         # No other call of its conversation has these ids, and they are the same in each run.
-        prefix = f"call_{len(request.messages)}"
-        reads = parser if request.reads_calls else ""
-        reader = AnswerReader(self.tokenizer, request.asked.stop, reads, request.tools, prefix)
-        plan = partial(among.begin_chat, messages=request.messages, tools=request.tools)
-        return await self._ask(session, among, request.asked, [("messages", plan)], reader, show)
+        prefix, stop = f"call_{len(request.messages)}", request.options.stop
+        reader = AnswerReader(self.tokenizer, stop, parser if request.reads_calls else "", request.tools, prefix)
+        plan = partial(session.begin_chat, messages=request.messages, tools=request.tools)
+        return await self._ask(session, request.options, "messages", [plan], reader, on_progress)
 
-    async def ask_text(self, session: str | None, request: TextRequest, show: Shower | None) -> list[Waiting]:
-        """The same for prompts: the choices of the first one first."""
-        among, reader = self._session(session), AnswerReader(self.tokenizer, request.asked.stop)
-        plans = [("prompt", partial(among.begin_text, prompt=prompt)) for prompt in request.prompts]
-        return await self._ask(session, among, request.asked, plans, reader, show)
+    async def ask_text(
+        self, session_id: str | None, request: TextRequest, on_progress: OnProgress | None
+    ) -> list[PendingCall]:
+        """Hand over the calls of ``request``, the choices of the first prompt first; errors as of `ask_chat`."""
+        session, reader = self._session(session_id), AnswerReader(self.tokenizer, request.options.stop)
+        plans = [partial(session.begin_text, prompt=prompt) for prompt in request.prompts]
+        return await self._ask(session, request.options, "prompt", plans, reader, on_progress)
 
     async def _ask(
         self,
-        session: str | None,
-        among: Session,
-        asked: Asked,
-        plans: list[tuple[str, Callable[[Sequence[int]], list[Planned]]]],
+        session: Session,
+        options: Options,
+        param: str,
+        plans: list[Callable[[Sequence[int]], list[PlannedCall]]],
         reader: AnswerReader,
-        show: Shower | None,
-    ) -> list[Waiting]:
+        on_progress: OnProgress | None,
+    ) -> list[PendingCall]:
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
-        self.check_model(asked.model)
         numbers: list[int] = []
-        begun: list[Planned] = []
-        with ExitStack() as refused:  # or hung up meanwhile
-            refused.callback(lambda: self._reader.submit(among.forget, numbers))
-            for param, plan in plans:
-                new = list(itertools.islice(self._numbers, asked.n))
+        planned: list[PlannedCall] = []
+        try:
+            for plan in plans:
+                new = list(itertools.islice(self._numbers, options.n))
                 numbers += new
-                begun += await self._planned(partial(plan, new), param)
+                planned += await self._planned(partial(plan, new), param)
             if self._aborted is not None:
                 raise self._aborted
-            if session is not None and session not in self._sessions:
-                raise _over()
-            refused.pop_all()
-        waiting = []
-        for index, (number, planned) in enumerate(zip(numbers, begun, strict=True)):
-            call = self._call(number, session, planned, asked, index % asked.n)
+            self._session(session.id)  # it may be over by now
+        except BaseException:  # the request is refused, or its client has hung up
+            self._text_thread.submit(session.forget, numbers)
+            raise
+        pending = []
+        for index, (number, plan) in enumerate(zip(numbers, planned, strict=True)):
+            call = self._call(number, session, plan, options, index % options.n)
             answer = asyncio.get_running_loop().create_future()
-            self.waiting[number] = Waiting(call, planned.num_read, reader, answer, show and partial(show, index))
+            report = on_progress and partial(on_progress, index)
+            self._pending[number] = PendingCall(call, session, plan.num_prompt_tokens, reader, answer, report)
             self._put(call)
-            waiting.append(self.waiting[number])
-        return waiting
+            pending.append(self._pending[number])
+        return pending
 
-    async def _planned(self, plan: Callable[[], list[Planned]], param: str) -> list[Planned]:
+    async def _planned(self, plan: Callable[[], list[PlannedCall]], param: str) -> list[PlannedCall]:
+        longest = self.limits.max_sequence_length
         try:
-            planned = await self.aside(plan)
+            planned = await self.in_text_thread(plan)
         except TextTooLong as error:
-            raise _beyond(self.limits.max_sequence_length, str(error), param) from error
+            raise _too_long(longest, str(error), param) from error
         except MegatronRLError as error:
             refuse(param, f"cannot be put to this model: {one_line(str(error))}")
         for each in planned:
-            self._check_room(each, param)
+            if each.num_prompt_tokens == 0:
+                refuse(param, "is empty; give the model a word to go on from")
+            if each.num_prompt_tokens >= longest:
+                raise _too_long(longest, str(each.num_prompt_tokens), param)
         return planned
 
     def _parser(self, environment: str) -> str:
-        """Which one reads calls in this model's answers; raises ApiError where tools are of no use to it."""
+        """The parser of calls in this model's answers; refuses tools that are of no use to it."""
         if environment not in self._parsers:
             parser = self.tokenizer.tool_call_parser(environment)
             if not parser:
@@ -215,109 +218,99 @@ class PendingCalls:
             self._parsers[environment] = parser
         return self._parsers[environment]
 
-    def _check_room(self, planned: Planned, param: str) -> None:
-        if planned.num_read == 0:
-            refuse(param, "is empty; give the model a word to go on from")
-        if planned.num_read >= self.limits.max_sequence_length:
-            raise _beyond(self.limits.max_sequence_length, str(planned.num_read), param)
-
-    def _call(self, number: int, session: str | None, planned: Planned, asked: Asked, choice: int) -> Call:
-        limits = self.limits
-        room = limits.max_sequence_length - planned.num_read
-        most = min(limits.max_new_tokens, room, asked.max_new_tokens or room)
-        sampling = None if session is not None else sampling_of(asked, limits.sampling, most)
+    def _call(self, number: int, session: Session, planned: PlannedCall, options: Options, choice: int) -> Call:
+        room = self.limits.max_sequence_length - planned.num_prompt_tokens
+        max_new_tokens = min(self.limits.max_new_tokens, room, options.max_new_tokens or room)
+        is_trained = session.id is not None
         return Call(
-            number, session, planned.after, planned.ids, choice if session is None else planned.branch, most,
-            asked.stop, sampling, asked.seed if session is None else None, asked.stream,
-        )  # fmt: skip
-
-    def _session(self, session: str | None) -> Session:
-        """Without one the call is the only one of its own."""
-        if session is None:
-            return Session("", self.tokenizer)
-        if session not in self._sessions:
-            raise _over()
-        return self._sessions[session]
+            number=number,
+            session=session.id,
+            after=planned.after,
+            ids=planned.ids,
+            branch=planned.branch if is_trained else choice,
+            max_new_tokens=max_new_tokens,
+            stop=options.stop,
+            sampling=None if is_trained else _sampling(options, self.limits.sampling, max_new_tokens),
+            seed=None if is_trained else options.seed,
+        )
 
     # -- answers ---------------------------------------------------------------------------------
 
     def deliver(self, number: int, completion: Completion) -> None:
-        """Of a call that nobody waits for any more it is forgotten."""
-        waiting = self.waiting.pop(number, None)
-        if waiting is None:
-            return
-        session = None if waiting.call.session is None else self._sessions[waiting.call.session]
-        self.aside(_read, waiting, session, completion).add_done_callback(partial(_settle, waiting.answer))
+        """Take the answer to a call; it is dropped where nobody waits any more."""
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            reading = self.in_text_thread(_read, pending, completion)
+            reading.add_done_callback(partial(_settle, pending.answer))
+
+    def is_streamed(self, number: int) -> bool:
+        """Whether `progress` of a call is wanted; may be asked from any thread."""
+        pending = self._pending.get(number)
+        return pending is not None and pending.on_progress is not None
 
     def progress(self, number: int, token_ids: tuple[int, ...]) -> None:
-        """All tokens of a call so far."""
-        waiting = self.waiting.get(number)
-        if waiting is not None and waiting.show is not None:
-            waiting.show(token_ids)
+        """Take all tokens of a call so far."""
+        if self.is_streamed(number):
+            self._pending[number].on_progress(token_ids)
 
-    def leave(self, all_waiting: Sequence[Waiting]) -> None:
-        """The client of these is gone: what is not answered is as if it had never been asked."""
-        for waiting in all_waiting:
-            if waiting.call.number in self.waiting:
-                self._forget(waiting)
+    def leave(self, all_pending: Sequence[PendingCall]) -> None:
+        """Forget those without an answer: their client is gone, and it is as if they had never been asked."""
+        for pending in all_pending:
+            if pending.call.number in self._pending:
+                self._forget(pending)
 
     def abort(self, why: str) -> None:
-        """All calls that wait get 503."""
+        """Answer all pending calls, and later ones, with 503."""
         self._aborted = ApiError(503, "no_rollout", why)
-        self._fail(self._aborted, lambda waiting: True)
+        self._fail(self._aborted, list(self._pending.values()))
 
-    def _fail(self, error: ApiError, concerned: Callable[[Waiting], bool]) -> None:
-        for waiting in [waiting for waiting in self.waiting.values() if concerned(waiting)]:
-            self._forget(waiting)
-            waiting.answer.set_exception(error)
-            waiting.answer.exception()  # one choice of several tells the client; asyncio would log the others
+    def _fail(self, error: ApiError, all_pending: Sequence[PendingCall]) -> None:
+        for pending in all_pending:
+            self._forget(pending)
+            pending.answer.set_exception(error)
+            pending.answer.exception()  # one choice of several tells the client; asyncio would log the others
 
-    def _forget(self, waiting: Waiting) -> None:
-        number = waiting.call.number
-        del self.waiting[number]
+    def _forget(self, pending: PendingCall) -> None:
+        number = pending.call.number
+        del self._pending[number]
         self._drop(number)
-        session = self._sessions.get(waiting.call.session or "")
-        if session is not None:
-            self._reader.submit(session.forget, [number])
+        self._text_thread.submit(pending.session.forget, [number])
 
 
-def _read(waiting: Waiting, session: Session | None, completion: Completion) -> Choice:
-    choice = waiting.reader.choice(completion)
-    if session is not None:
-        session.answered(waiting.call.number, choice.message, completion)
+def _read(pending: PendingCall, completion: Completion) -> Choice:
+    choice = pending.reader.choice(completion)
+    if pending.session.id is not None:
+        pending.session.add_answer(pending.call.number, choice.message, completion)
     return choice
 
 
-def _settle(answer: asyncio.Future[Choice], read: asyncio.Future[Choice]) -> None:
-    if read.cancelled():  # the endpoint has closed
+def _settle(answer: asyncio.Future[Choice], reading: asyncio.Future[Choice]) -> None:
+    if reading.cancelled():  # the endpoint has closed
         answer.cancel()
-    elif (error := read.exception()) is not None:
+    elif (error := reading.exception()) is not None:
         answer.set_exception(error)
     else:
-        answer.set_result(read.result())
+        answer.set_result(reading.result())
 
 
-def sampling_of(asked: Asked, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
+def _sampling(options: Options, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
     """What the caller asks for, and ``default`` where it leaves something open. Temperature 0 is greedy."""
-    temperature = default.temperature if asked.temperature is None else asked.temperature
+    temperature = default.temperature if options.temperature is None else options.temperature
     return replace(
         default,
         temperature=temperature or 1.0,
-        greedy=temperature == 0 or (asked.temperature is None and default.greedy),
-        top_k=default.top_k if asked.top_k is None else asked.top_k,
-        top_p=default.top_p if asked.top_p is None else asked.top_p,
+        greedy=temperature == 0 or (options.temperature is None and default.greedy),
+        top_k=default.top_k if options.top_k is None else options.top_k,
+        top_p=default.top_p if options.top_p is None else options.top_p,
         max_new_tokens=max_new_tokens,
-        stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
+        stop=tuple(dict.fromkeys((*default.stop, *options.stop))),
     )
 
 
-def _beyond(longest: int, has: str, param: str) -> ApiError:
-    return ApiError(
-        400, "context_length_exceeded",
-        f"the maximum context length is {longest} tokens for prompt and answer, and the prompt has {has}; shorten it",
-        param,
-    )  # fmt: skip
+def _too_long(longest: int, has: str, param: str) -> ApiError:
+    why = f"the maximum context length is {longest} tokens for prompt and answer, and the prompt has {has}; shorten it"
+    return ApiError(400, "context_length_exceeded", why, param)
 
 
-def _over() -> ApiError:
+def _session_over() -> ApiError:
     return ApiError(410, "session_over", "no such session is open: its sample has its reward, or it never began")

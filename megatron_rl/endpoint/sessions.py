@@ -8,7 +8,7 @@ time: other tokens may come of it. So the history is looked for among the answer
     call 2   system, user, ANSWER 0, other tool    goes on from call 0, too: a branch
     call 3   system, summary                       a root: another branch
 
-Pure bookkeeping without I/O, in the endpoint's thread for texts alone, see `PendingCalls`.
+Bookkeeping without I/O, in the endpoint's text thread, see `PendingCalls`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from megatron_rl.json_text import parse_json
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
 
+_SEPARATOR = b"\n"
+"""Between messages in the fingerprint of a history."""
+
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCall:
     """How a call is put to the engine."""
 
     after: int | None
@@ -39,10 +42,10 @@ class Planned:
     """Of a root the whole prompt, else what the model reads after that answer."""
     branch: int
     """The lowest number that no other call of the sample with the very same prompt has, see `Request.branch`."""
-    num_read: int
-    """Tokens of the whole prompt."""
-    prompt: bytes
-    """Fingerprint of them."""
+    num_prompt_tokens: int
+    """Of the whole prompt."""
+    fingerprint: bytes
+    """Of the whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +55,18 @@ class SessionEnd:
     edited: int
     """Calls whose history has assistant messages that nobody sampled here, those of the first call aside."""
     calls: tuple[int, ...]
-    """The answered ones, in the order asked."""
+    """Those with answers, in the order asked."""
 
 
 @dataclass
 class _Node:
-    planned: Planned
-    asked: str | blake2b | None
-    """A text, or the fingerprint of messages so far; None: ids."""
+    planned: PlannedCall
+    prompt: str | blake2b | None
+    """A text, or the fingerprint of the messages; None: ids."""
     is_edited: bool = False
     completion: Completion | None = None
     """None while the call waits for its answer."""
-    followers: int = 0
+    num_followers: int = 0
     """Calls that go on from its answer."""
     texts: tuple[str, ...] = ()
     """Of a text prompt with its answer: as returned, and with the stop string that ended it."""
@@ -72,9 +75,9 @@ class _Node:
 class Session:
     """The calls of one sample, a tree; with several roots where the harness began anew."""
 
-    def __init__(self, environment: str, tokenizer: Tokenizer) -> None:
-        """``environment`` may have its own settings of chats."""
-        self.environment = environment
+    def __init__(self, environment: str, tokenizer: Tokenizer, id: str | None = None) -> None:
+        """``environment`` may have its own settings of chats; without ``id`` it holds one request that is not kept."""
+        self.environment, self.id = environment, id
         self._tokenizer = tokenizer
         self._nodes: dict[int, _Node] = {}
         """By number of the call, in the order asked."""
@@ -82,56 +85,57 @@ class Session:
         """Fingerprint of messages up to and with an answer -> the calls that gave it."""
         self._branches: dict[bytes, set[int]] = {}
         """Fingerprint of a prompt -> the branches of its calls."""
-        self._known: set[str] = set()
-        """The assistant messages that are no news: sampled ones, and those that an earlier call had."""
+        self._known_messages: set[str] = set()
+        """The assistant's messages that are no edits: sampled ones, and those that an earlier call had."""
 
     def end(self) -> SessionEnd:
-        """The sample has its reward."""
-        answered = [(number, node) for number, node in self._nodes.items() if node.completion is not None]
-        return SessionEnd(sum(node.is_edited for _, node in answered), tuple(number for number, _ in answered))
+        """Return what came of the session; the sample has its reward."""
+        answered = {number: node for number, node in self._nodes.items() if node.completion is not None}
+        return SessionEnd(sum(node.is_edited for node in answered.values()), tuple(answered))
 
     # -- a call comes ----------------------------------------------------------------------------
 
     def begin_chat(
         self, numbers: Sequence[int], messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = ()
-    ) -> list[Planned]:
-        """Calls with one chat: they go on from the longest history that was answered. Contents are text or None.
+    ) -> list[PlannedCall]:
+        """Plan calls with one chat: they go on from the longest history that was answered. Contents are text or None.
 
         Raises:
             EnvironmentFault: the chat template refuses the messages; there was no call then.
             TextTooLong: see `Tokenizer.reading_at_most`.
         """
-        said = [_canonical(message) for message in messages]
-        sofar, answered, known = blake2b(_sorted(list(tools)).encode(), digest_size=16), [], 0
-        for count, text in enumerate(said, start=1):
-            sofar.update(_line(text))
-            if found := self._histories.get(sofar.digest()):
-                answered, known = found, count
+        texts = [_canonical(message) for message in messages]
+        history, answered, num_known = blake2b(_sorted(list(tools)).encode(), digest_size=16), [], 0
+        for count, text in enumerate(texts, start=1):
+            history.update(_SEPARATOR + text.encode())
+            if found := self._histories.get(history.digest()):
+                answered, num_known = found, count
 
         def encode(after: int | None) -> Sequence[int]:
             if after is None:
                 return self._tokenizer.encode_prompt(messages, self.environment, tools)
-            before, new, ended = messages[: known - 1], messages[known:], self._has_ended(after)
+            before, new, ended = messages[: num_known - 1], messages[num_known:], self._has_ended(after)
             return self._tokenizer.encode_reply(before, new, ended, self.environment, tools)
 
         try:
-            planned = self._begin(numbers, answered, encode, sofar)
+            planned = self._begin(numbers, answered, encode, history)
         except MegatronRLError:
             raise
         except Exception as error:  # a template raises whatever its author chose
             raise EnvironmentFault(f"the chat template refuses the messages: {error}") from error
-        new = zip(messages[known:], said[known:], strict=True)
-        unsampled = {text for message, text in new if message["role"] == "assistant"}
-        # The calls before these may be none, and the choices of one request are edited together: the first counts.
-        self._nodes[numbers[0]].is_edited = len(self._nodes) > len(numbers) and bool(unsampled - self._known)
-        self._known |= unsampled
+        new = zip(messages[num_known:], texts[num_known:], strict=True)
+        given = {text for message, text in new if message["role"] == "assistant"}
+        # The first call may bring examples. The choices of one request are edited together: the first of them counts.
+        is_first = len(self._nodes) == len(numbers)
+        self._nodes[numbers[0]].is_edited = not is_first and not given <= self._known_messages
+        self._known_messages |= given
         return planned
 
-    def begin_text(self, numbers: Sequence[int], prompt: str | tuple[int, ...]) -> list[Planned]:
-        """Calls with a text or ids: they go on from the longest prompt with its answer that it begins with."""
-        found = self._known_text(prompt) if isinstance(prompt, str) else self._known_ids(prompt)
-        longest = max(found.values(), default=0)
-        answered = [call for call, known in found.items() if known == longest > 0]
+    def begin_text(self, numbers: Sequence[int], prompt: str | tuple[int, ...]) -> list[PlannedCall]:
+        """Plan calls with a text or ids: they go on from the longest prompt with its answer that it begins with."""
+        lengths = self._texts_begun(prompt) if isinstance(prompt, str) else self._ids_begun(prompt)
+        longest = max(lengths.values(), default=0)
+        answered = [call for call, length in lengths.items() if length == longest > 0]
 
         def encode(after: int | None) -> Sequence[int]:
             if not isinstance(prompt, str):
@@ -144,82 +148,80 @@ class Session:
 
         return self._begin(numbers, answered, encode, prompt if isinstance(prompt, str) else None)
 
-    def _known_text(self, prompt: str) -> dict[int, int]:
-        """Characters of prompt and answer of the calls that ``prompt`` begins with."""
+    def _texts_begun(self, prompt: str) -> dict[int, int]:
+        """Call -> characters of its prompt and answer, where ``prompt`` begins with them, else 0."""
         # An answer without text leaves the prompt as it was: who asks the same once more does not go on from it.
-        others = ((call, node.texts) for call, node in self._nodes.items() if node.asked != prompt)
+        others = ((call, node.texts) for call, node in self._nodes.items() if node.prompt != prompt)
         return {call: max((len(t) for t in texts if prompt.startswith(t)), default=0) for call, texts in others}
 
-    def _known_ids(self, prompt: tuple[int, ...]) -> dict[int, int]:
+    def _ids_begun(self, prompt: tuple[int, ...]) -> dict[int, int]:
         """The same in ids; a call stands behind the one that it goes on from."""
-        found: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         for call, node in self._nodes.items():
             after = node.planned.after
-            if node.completion is not None and (after is None or after in found):
-                begin, part = found.get(after, 0), node.planned.ids + node.completion.token_ids
+            if node.completion is not None and (after is None or after in lengths):
+                begin, part = lengths.get(after, 0), node.planned.ids + node.completion.token_ids
                 if prompt[begin : begin + len(part)] == part:
-                    found[call] = begin + len(part)
-        return found
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        """They have no answer: they were refused, perhaps before they began, or their client hung up."""
-        for node in [self._nodes.pop(number) for number in numbers if number in self._nodes]:
-            self._branches[node.planned.prompt].remove(node.planned.branch)
-            if node.planned.after is not None:
-                self._nodes[node.planned.after].followers -= 1
+                    lengths[call] = begin + len(part)
+        return lengths
 
     def _begin(
         self,
         numbers: Sequence[int],
         answered: Sequence[int],
         encode: Callable[[int | None], Sequence[int]],
-        asked: str | blake2b | None,
-    ) -> list[Planned]:
+        prompt: str | blake2b | None,
+    ) -> list[PlannedCall]:
         """Each goes on from one of ``answered``, calls with one history, if there are any; it is encoded once."""
 
         @cache
-        def prompt(after: int | None) -> tuple[tuple[int, ...], bytes, int]:
+        def encoded(after: int | None) -> tuple[tuple[int, ...], bytes, int]:
             ids = tuple(encode(after))
-            whole = (() if after is None else self._history(after)) + ids
+            whole = (() if after is None else self._tokens_with_answer(after)) + ids
             # By their prompts: the order in which they come differs from run to run where several come at once.
             return ids, blake2b(array("q", whole).tobytes(), digest_size=16).digest(), len(whole)
 
         for number in numbers:
             # The first that nothing goes on from, so that equal answers keep their own.
-            after = min(answered, key=lambda call: (self._nodes[call].followers > 0, call), default=None)
-            ids, fingerprint, num_read = prompt(after)
+            after = min(answered, key=lambda call: (self._nodes[call].num_followers > 0, call), default=None)
+            ids, fingerprint, num_tokens = encoded(after)
             taken = self._branches.setdefault(fingerprint, set())
             branch = next(branch for branch in itertools.count() if branch not in taken)
             taken.add(branch)
             if after is not None:
-                self._nodes[after].followers += 1
-            self._nodes[number] = _Node(Planned(after, ids, branch, num_read, fingerprint), asked)
+                self._nodes[after].num_followers += 1
+            self._nodes[number] = _Node(PlannedCall(after, ids, branch, num_tokens, fingerprint), prompt)
         return [self._nodes[number].planned for number in numbers]
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drop calls without an answer: they were refused, perhaps before they began, or their client hung up."""
+        for node in [self._nodes.pop(number) for number in numbers if number in self._nodes]:
+            self._branches[node.planned.fingerprint].remove(node.planned.branch)
+            if node.planned.after is not None:
+                self._nodes[node.planned.after].num_followers -= 1
 
     # -- its answer ------------------------------------------------------------------------------
 
-    def answered(self, number: int, message: Message, completion: Completion) -> None:
-        """What was sampled, and the assistant's message that the caller gets for it; of a text prompt its content."""
+    def add_answer(self, number: int, message: Message, completion: Completion) -> None:
+        """Keep what was sampled, and the assistant's message that the caller gets, of a text prompt its content."""
         node = self._nodes[number]
         node.completion = completion
-        if isinstance(node.asked, str):
+        if isinstance(node.prompt, str):
             whole = self._tokenizer.decode(completion.token_ids)
-            node.texts = tuple(node.asked + said for said in dict.fromkeys((message["content"], whole)))
-        elif node.asked is not None:
-            said, history = _canonical(message), node.asked.copy()
-            history.update(_line(said))
+            node.texts = tuple(node.prompt + text for text in dict.fromkeys((message["content"], whole)))
+        elif node.prompt is not None:
+            text, history = _canonical(message), node.prompt.copy()
+            history.update(_SEPARATOR + text.encode())
             self._histories.setdefault(history.digest(), []).append(number)
-            self._known.add(said)
-
-    # -- parts -----------------------------------------------------------------------------------
+            self._known_messages.add(text)
 
     def _has_ended(self, number: int) -> bool:
         """By an end token, not by a limit or a stop string."""
         token_ids = self._nodes[number].completion.token_ids
         return bool(token_ids) and token_ids[-1] in self._tokenizer.end_token_ids
 
-    def _history(self, number: int) -> tuple[int, ...]:
-        """All ids of an answered call, its answer included."""
+    def _tokens_with_answer(self, number: int) -> tuple[int, ...]:
+        """The whole prompt of a call, and its answer."""
         parts: list[tuple[int, ...]] = []
         at: int | None = number
         while at is not None:
@@ -227,11 +229,6 @@ class Session:
             parts += [node.completion.token_ids, node.planned.ids]
             at = node.planned.after
         return tuple(token for part in reversed(parts) for token in part)
-
-
-def _line(canonical: str) -> bytes:
-    """A message in the fingerprint of a history."""
-    return b"\n" + canonical.encode()
 
 
 def _canonical(message: Message) -> str:

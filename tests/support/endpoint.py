@@ -59,7 +59,7 @@ def scripted(
             endpoint.wait_blocking(0.05)
             for call in endpoint.take():
                 said = answer(call)
-                for count in range(1, len(said.token_ids)) if call.wants_progress and token_by_token else ():
+                for count in range(1, len(said.token_ids)) if token_by_token else ():
                     endpoint.progress(call.number, said.token_ids[:count])
                 endpoint.deliver(call.number, said)
 

@@ -19,7 +19,7 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.data.layouts import AFTER, BEFORE
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
 from megatron_rl.environments.grading import grade
-from megatron_rl.environments.grading.text import THOUGHT
+from megatron_rl.environments.grading.text import END_OF_THOUGHT
 from megatron_rl.environments.results import is_right, judge
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import GRADERS
@@ -58,7 +58,7 @@ class Problem:
 
 
 def distinct(rows: Iterable[Problem], counts: Counter[str]) -> dict[str, Problem]:
-    """The problems by statement, each once; ``counts`` is told of the rows, what was dropped and why.
+    """Return the problems by statement, each once; add to ``counts`` the rows, and how many were dropped and why.
 
     Of a problem with two answers no one can say which is right: all its rows are dropped.
     """
@@ -79,17 +79,16 @@ def distinct(rows: Iterable[Problem], counts: Counter[str]) -> dict[str, Problem
 
 
 def held_out(statement: str, one_in: int) -> bool:
-    """Whether a problem is in the ``one_in``-th part kept for the test split; never with ``one_in`` 0.
+    """Return whether a problem is in the ``one_in``-th part kept for the test split; never with ``one_in`` 0.
 
-    By a hash of its letters and digits: it stays there whatever file or order it comes in, and a copy that
-    differs in spaces alone stays with it.
+    It is by a hash of its letters and digits, whatever file or order it comes in and however its spaces are.
     """
     digest = hashlib.sha256(letters_and_digits(statement).encode()).digest()
     return one_in > 0 and int.from_bytes(digest[:8]) % one_in == 0
 
 
 def letters_and_digits(text: str) -> str:
-    """What copies of one problem have in common; spaces and dollar signs differ."""
+    """Return what copies of one problem have in common; spaces and dollar signs differ."""
     return re.sub(r"[\W_]", "", text).lower()
 
 
@@ -116,7 +115,7 @@ class Overlong:
         return self.max_tokens - self.buffer if self.buffer else 0
 
     def penalty(self, num_tokens: int) -> float:
-        """DAPO's equation 13: 0 up to ``max_tokens - buffer``, then linear to ``-factor``.
+        """Return DAPO's equation 13: 0 up to ``max_tokens - buffer``, then linear to ``-factor``.
 
         Of 16384 and a buffer of 4096: 12288 tokens cost 0, 14336 half the factor, 16384 and more all of it.
         """
@@ -164,27 +163,27 @@ class DatasetEnvironment(Environment):
         self._loaded: dict[Source, tuple[Problem, ...]] = {}
 
     def parse(self, row: Row) -> Problem:
-        """The problem in a row, or ``RowError``; asked about every row before any is used."""
+        """Return the problem in a row, or raise ``RowError``; every row is parsed before any is used."""
         statement, chat = row.problem()
         return Problem(statement, chat or self.prompt(statement), row.answer())
 
     def prompt(self, statement: str) -> Prompt:
-        """What asks for a problem that is published without a prompt."""
+        """Return what asks for a problem that is published without a prompt."""
         return dapo_prompt(statement)
 
     def reject(self, problem: Problem) -> str:
-        """Why a problem cannot be used, as words to follow a number (``with damaged answers``); "" if it can."""
+        """Return why a problem cannot be used, in words after a number (``with damaged answers``); "" if it can."""
         return ""
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The problems of a split; the rows of one source, some of them held out."""
+        """Return the problems of a split: the rows of one source, some of them held out."""
         rows = self.load(replace(self.source, path=self._path))
         if type(self).evaluation_only:
             return rows
         return [row for row in rows if held_out(row.statement, self.held_out) == (split == "test")]
 
     def load(self, source: Source) -> tuple[Problem, ...]:
-        """The usable problems of a source, read once; what was dropped, and why, is logged."""
+        """Return the usable problems of a source, read once; log what was dropped, and why."""
         if source not in self._loaded:
             counts: Counter[str] = Counter()
             bad: list[str] = []
@@ -204,27 +203,26 @@ class DatasetEnvironment(Environment):
         return self._loaded[source]
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        """The problems of a split in the order of the data set."""
+        """Return the problems of a split in the order of the data set."""
         if split == "train" and type(self).evaluation_only:
-            why = "models are measured by it"
-            raise ConfigError([f"{self.name} cannot be trained on, because {why}; set evaluation_only: true"])
+            why = "cannot be trained on, because models are measured by it; set evaluation_only: true"
+            raise ConfigError([f"{self.name} {why}"])
         return (problem.task for problem in self.problems(split))
 
     def grade(self, task: Task, transcript: Transcript) -> Grade:
-        """The highest reward for a right answer, else the lowest, less what its length costs; the verdict as metrics.
+        """Give the highest reward to a right answer, else the lowest, less what its length costs; verdicts as metrics.
 
-        What is right is told by the verdict: neither the format reward nor the length changes it.
+        Neither the format reward nor the length changes what is right.
         """
         verdict = grade(self.grader, self.answer_in(transcript), task.data["gold"])
         lowest, highest = self.reward_range
-        reward = lowest + (self._format_reward if verdict.status == "wrong" else 0.0)
+        rewards = {"correct": highest, "wrong": lowest + self._format_reward, "partial": verdict.reward}
         metrics = {**verdict.metrics, **{name: float(verdict.status == name) for name in STATUSES}}
-        reward = highest if verdict.status == "correct" else reward
-        reward = verdict.reward if verdict.status == "partial" else reward
-        return self.less_length(replace(verdict, reward=reward, metrics=metrics), transcript)
+        graded = replace(verdict, reward=rewards.get(verdict.status, lowest), metrics=metrics)
+        return self.less_length(graded, transcript)
 
     def less_length(self, grade: Grade, transcript: Transcript) -> Grade:
-        """The grade less what the length costs, which makes no right answer wrong."""
+        """Subtract what the length costs, which makes no right answer wrong."""
         if not self.overlong.buffer:
             return grade
         penalty = self.overlong.penalty(transcript.num_tokens)
@@ -233,33 +231,33 @@ class DatasetEnvironment(Environment):
         return replace(grade, reward=grade.reward + penalty, metrics=metrics, correct=correct)
 
     def answer_in(self, transcript: Transcript) -> str:
-        """What is graded: the completion, of a model that thinks from the end of its thought on, or nothing."""
+        """Return what is graded: the completion, with ``thinking`` from the end of the thought on, or nothing."""
         if not self._thinking:
             return transcript.text
-        _, end, answer = transcript.text.rpartition(THOUGHT)
+        _, end, answer = transcript.text.rpartition(END_OF_THOUGHT)
         return end + answer if end else ""
 
     def gold_answer(self, task: Task) -> str | None:
-        """The answer as its grader wants it written."""
+        """Return the answer as its grader wants it written."""
         form = vars(GRADERS.module(self.grader)).get("FORM")
         return self.before_answer + form % task.data["gold"] if form and "gold" in task.data else None
 
     def finds_right(self, task: Task, completion: str) -> bool:
-        """Whether the completion is graded as a right answer."""
+        """Return whether the completion is graded as a right answer."""
         return judge(self, (task, Transcript(completion, "stop", 0))).correct is True
 
     @property
     def before_answer(self) -> str:
         """What a model has to write before its answer counts."""
-        return THOUGHT if self._thinking else ""
+        return END_OF_THOUGHT if self._thinking else ""
 
 
 def chosen(option: str, value: object, allowed: Sequence[object]) -> None:
-    """``ValueError`` unless an option has one of the values ``allowed``."""
+    """Raise ``ValueError`` unless an option has one of the values ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{option} is {value!r}; use {' or '.join(map(str, allowed))}")
 
 
 def dapo_prompt(statement: str) -> tuple[Message, ...]:
-    """The chat that asks for a problem."""
+    """Return the chat that asks for a problem."""
     return ({"role": "user", "content": f"{BEFORE}{statement}{AFTER}"},)

@@ -1,8 +1,6 @@
-"""Reads a data set, from a file or the Hugging Face hub, and checks every row up front: a run must not find the bad one
-hours later.
+"""Reads a data set, from a file or the Hugging Face hub, and checks every row before a run uses the first.
 
 Files are json, jsonl, csv (each also as .gz) and parquet. Rows are numbered from 1; in a jsonl file that is the line.
-Whatever is wrong with a file is one ``ConfigError`` of one line that names the file.
 """
 
 from __future__ import annotations
@@ -52,15 +50,15 @@ class Source:
     config: str | None = None
     path: str = ""
     option: str = "path"
-    """The option that sets ``path``, for error messages."""
+    """The option that sets ``path``, for messages."""
     all_columns: bool = False
-    """Whether those that the layout does not name are read, too."""
+    """Read those that the layout does not name, too."""
     otherwise: str = ""
-    """What a user can do about other columns, for error messages."""
+    """What a user can do about other columns, for messages."""
 
     @property
     def where(self) -> str:
-        """How messages call it."""
+        """The file or data set, for messages."""
         return self.path or f"{self.hub} ({self.split})"
 
     @property
@@ -68,8 +66,8 @@ class Source:
         """The columns needed, for messages."""
         return " or ".join(dict.fromkeys(", ".join(layout.columns) for layout in self.layouts))
 
-    def read_columns(self, there: Collection[str]) -> list[str] | None:
-        """Of the columns that are there, those to read; None for all."""
+    def columns_of(self, there: Collection[str]) -> list[str] | None:
+        """Return those to read of the columns that are there; None for all."""
         layout = recognised(self.layouts, there)
         if layout is None or self.all_columns:
             return None
@@ -88,7 +86,7 @@ class Row:
         return column in self.values
 
     def problem(self) -> tuple[str, tuple[Message, ...] | None]:
-        """The bare problem, and the chat that asks for it where there is one."""
+        """Return the bare problem, and the chat that asks for it where there is one."""
         path = self.layout.problem
         if isinstance(self.value(path), list):
             chat = self.messages(path)
@@ -103,7 +101,7 @@ class Row:
         return statement, chat
 
     def answer(self) -> str:
-        """The right answer, which may be a whole number; never through a float, which would damage long ones."""
+        """Return the right answer as text; a whole number is never a float, which would damage long ones."""
         path = self.layout.answer
         value = self.value(path)
         if type(value) is int:
@@ -116,20 +114,20 @@ class Row:
         return ", ".join(boxes)
 
     def tests(self) -> str:
-        """What the answer's code has to pass: text, or the JSON of a list or mapping, with the columns beside it."""
+        """Return the tests of code: text, or the JSON of a list or mapping, with the columns beside it."""
         value = self.value(self.layout.answer)
         if beside := {name: self.values[name] for name in self.layout.beside if name in self.values}:
             value = {self.layout.answer: value, **beside}
         return dumps(value) if isinstance(value, list | dict) else self.text(self.layout.answer)
 
     def solution(self) -> str:
-        """What a model should learn to write; "" where the layout has none, or the row not the field it names."""
+        """Return what a model should learn to write; "" where layout or row has none."""
         column, _, inside = self.layout.solution.partition(".")
         missing = not column or (inside and inside not in (self.value(column) or {}))
         return "" if missing else self.text(self.layout.solution)
 
     def value(self, path: str) -> Any:
-        """The value of a column, or with dots of a field in it: ``reward_model.ground_truth``."""
+        """Return the value of a column, or with dots of a field in it: ``reward_model.ground_truth``."""
         value: Any = self.values
         for depth, key in enumerate(path.split(".")):
             inside = ".".join(path.split(".")[:depth])
@@ -141,7 +139,7 @@ class Row:
         return value
 
     def as_json(self) -> dict[str, Any]:
-        """All columns. What JSON has no word for is text (a date, bytes), or None (NaN)."""
+        """Return all columns. What JSON has no word for is text (a date, bytes), or None (NaN)."""
         values = json.loads(json.dumps(self.values, default=str), parse_constant=lambda _: None)
         try:
             check_bounds(values)
@@ -150,11 +148,11 @@ class Row:
         return values
 
     def text(self, path: str) -> str:
-        """Text that is not empty."""
+        """Return a text that is not empty."""
         return _checked_text(self.value(path), path)
 
     def messages(self, path: str) -> tuple[Message, ...]:
-        """Chat messages, at least one."""
+        """Return chat messages, at least one."""
         value = self.value(path)
         if not isinstance(value, list):
             raise RowError(f"has {path} of type {type(value).__name__}; it must be a list of chat messages")
@@ -171,10 +169,12 @@ class Row:
 def read_rows(
     source: Source, parse: Callable[[Row], T], bad: Callable[[str], None] | None = None
 ) -> Iterator[T]:
-    """``parse`` of every row; those for which it raised ``RowError`` are left out.
+    """Yield ``parse`` of every row; those for which it raises ``RowError`` are left out.
 
-    What is wrong with them is told to ``bad`` in a line each, or without it is one ``ConfigError`` at the end. Wrong
-    columns, no rows, and a source that cannot be read are errors of their own, raised at once.
+    ``bad`` gets a line for each of them; without it they are one ``ConfigError`` at the end.
+
+    Raises:
+        ConfigError: wrong columns, no rows, or a source that cannot be read; one line that names the source.
     """
     rows = _read_file(source) if source.path else _read_hub(source)
     first = next(rows, None)
@@ -197,8 +197,7 @@ def read_rows(
 
 
 def _layout_of(source: Source, values: object) -> Layout:
-    """A data set of another layout is one error, not one a row."""
-    if not isinstance(values, Mapping):  # each such row says so
+    if not isinstance(values, Mapping):  # an error of each such row, not of the data set
         return source.layouts[0]
     layout = recognised(source.layouts, values)
     if layout is None:
@@ -224,8 +223,7 @@ def _names(values: Mapping) -> str:
 
 
 def _read_file(source: Source) -> NumberedRows:
-    path = source.path
-    file = Path(os.path.expanduser(path))
+    path, file = source.path, Path(os.path.expanduser(source.path))
     if os.path.isdir(file):
         raise _bad(path, "is a folder; name the file in it")
     try:
@@ -238,16 +236,10 @@ def _read_file(source: Source) -> NumberedRows:
         raise _bad(str(file), "has an unknown ending; use .json, .jsonl or .csv (also .gz), or .parquet")
     try:
         yield from readers[kind](file) if kind in readers else _parquet(file, source)
-    except (EOFError, zlib.error) as error:
-        raise _bad(path, f"is truncated or damaged: {_first_line(error)}") from error
-    except gzip.BadGzipFile as error:
-        raise _bad(path, "is not gzip, whatever its name says; drop .gz from the name") from error
     except UnicodeDecodeError as error:
-        is_gzip = error.object[:2] == b"\x1f\x8b"
-        advice = "it is gzip: add .gz to its name" if is_gzip else "save it as UTF-8"
-        raise _bad(path, f"is not UTF-8 text ({error.reason} at byte {error.start}); {advice}") from error
-    except OSError as error:
-        raise _bad(path, f"cannot be read: {error.strerror or _first_line(error)}") from error
+        raise _bad(path, f"is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:  # the latter two of damaged archives
+        raise _bad(path, f"cannot be read: {getattr(error, 'strerror', None) or _first_line(error)}") from error
 
 
 def _open(file: Path) -> TextIO:
@@ -276,10 +268,8 @@ def _json(file: Path) -> NumberedRows:
     try:
         rows = loads(text)
     except ValueError as error:
-        advice = ""
-        if isinstance(error, json.JSONDecodeError):
-            several = error.msg == "Extra data"
-            advice = "; name it .jsonl if every line is a row" if several else "; it may be truncated"
+        several = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+        advice = "; name it .jsonl if every line is a row" if several else ""
         raise _bad(str(file), f"is not JSON ({_first_line(error)}){advice}") from error
     if not isinstance(rows, list):
         raise _bad(str(file), f"must hold a list of rows, not a {type(rows).__name__}")
@@ -306,7 +296,7 @@ def _parquet(file: Path, source: Source) -> NumberedRows:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            columns = source.read_columns(opened.schema_arrow.names)
+            columns = source.columns_of(opened.schema_arrow.names)
             yield from _numbered(opened.iter_batches(BATCH, columns=columns))
     except pyarrow.ArrowException as error:
         raise _bad(str(file), f"is not parquet or is truncated: {_first_line(error)}") from error
@@ -331,14 +321,14 @@ def _read_hub(source: Source) -> NumberedRows:
     try:
         rows = datasets.load_dataset(source.hub, source.config, split=source.split)
     except Exception as error:
-        # a dozen types in three libraries: no network, no such data set, no access, a broken download
+        # of a dozen types: no network, no such data set, no access, a broken download
         from_hub = "" if Path(source.hub).exists() else " from the Hugging Face hub"
         why = f"cannot read {source.hub}{from_hub} ({one_line(str(error) or type(error).__name__)})"
         instead = f"pass a local copy as {source.option}: FILE (jsonl, json, csv or parquet with {source.wanted})"
         if isinstance(error, ValueError):  # a name that the data set does not have; the text tells those that it has
             instead = "use another split or config"
         raise ConfigError([f"{why}; {instead}"]) from error
-    columns = source.read_columns(rows.column_names)
+    columns = source.columns_of(rows.column_names)
     if columns is not None:
         rows = rows.select_columns(columns)
     yield from _numbered(rows.with_format("arrow").iter(BATCH))

@@ -25,16 +25,17 @@ RewardFunction = Callable[[str, Mapping[str, Any]], float | Grade]
 
 
 def grade(kind: str, completion: str, gold: str) -> Grade:
-    """The verdict of the grader ``kind`` on ``completion``, from any thread.
+    """Return the verdict of the grader ``kind``; outside the main thread the time of ``math`` has no bound.
 
-    ``math`` may take long and cannot be interrupted, so it belongs into a worker (which is where environments are
-    graded). ``ConfigError`` for an unknown kind, ``ValueError`` for a gold answer that the kind cannot read.
+    Raises:
+        ConfigError: there is no such kind.
+        ValueError: it cannot read the gold answer.
     """
     return GRADERS.get(kind)(completion, gold)
 
 
 def reward_function(reference: str) -> RewardFunction:
-    """The function ``file.py:function`` or ``package.module:function``.
+    """Return the function ``file.py:function`` or ``package.module:function``.
 
     Raises:
         ConfigError: it is not there or cannot be imported.
@@ -49,23 +50,27 @@ def reward_function(reference: str) -> RewardFunction:
 
 
 def reward_range(reference: str) -> tuple[float, float | None]:
-    """The rewards of an empty answer and of a perfect one: ``REWARDS`` of the file that has it, or 0 and 1. The highest
-    is None where the file says so: there is none."""
+    """Return the rewards of an empty answer and of a perfect one: ``REWARDS`` of its file, or 0 and 1.
+
+    The highest is None where the file says that there is none.
+    """
     stated = vars(GRADERS.module(reference)).get("REWARDS", (0.0, 1.0))
-    two = isinstance(stated, tuple | list) and len(stated) == 2
-    bounds = [bound for bound in stated if bound is not None] if two else []
-    numbers = bool(bounds) and stated[0] is not None and all(type(bound) in (int, float) for bound in bounds)
-    if not numbers or not float("-inf") < bounds[0] < bounds[-1] + (len(bounds) < 2) < float("inf"):
+    lowest, highest = stated if isinstance(stated, tuple | list) and len(stated) == 2 else (None, None)
+    if not _is_finite(lowest) or (highest is not None and not (_is_finite(highest) and lowest < highest)):
         instead = "write (lowest, highest), or (lowest, None) where no reward is the highest"
         raise ValueError(f"REWARDS beside reward {reference} is {stated!r:.60}; {instead}")
-    return float(stated[0]), None if stated[1] is None else float(stated[1])
+    return float(lowest), None if highest is None else float(highest)
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < float("inf")
 
 
 def needs_sandbox(reference: str) -> bool:
-    """Whether the file of the grader or function says that it runs what a model wrote."""
+    """Return whether the file of the grader or function says that it runs what a model wrote."""
     return vars(GRADERS.module(reference)).get("NEEDS_SANDBOX", False) is True
 
 
 def stated_deadline(reference: str) -> float | None:
-    """Seconds that a grade may take, where the file of the grader or function says so."""
+    """Return the seconds that a grade may take, where the file of the grader or function states them."""
     return vars(GRADERS.module(reference)).get("DEADLINE")

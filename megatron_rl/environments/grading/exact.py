@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.environments.grading.text import THOUGHT
+from megatron_rl.environments.grading.text import END_OF_THOUGHT
 from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)
@@ -10,7 +10,7 @@ FORM = "%s"
 
 
 def judge(completion: str, gold: str) -> Grade:
-    answer = completion.rpartition(THOUGHT)[2].strip()
+    answer = completion.rpartition(END_OF_THOUGHT)[2].strip()
     if not answer:
         return Grade(REWARDS[0], status="no_answer")
     right = answer == gold.strip()

@@ -68,6 +68,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 def judge(completion: str, gold: str) -> Grade:
     """The verdict on a completion; ``gold`` is an answer, bare or in TeX, or a solution that ends in one."""
     from math_verify import parse  # noqa: F401 - its import takes a second, which is no part of the grade's
+    from sympy.core.cache import clear_cache
 
     answer, boxed = _answer(final_part(completion))
     if not answer:
@@ -76,7 +77,7 @@ def judge(completion: str, gold: str) -> Grade:
         with processor_time(GRADE_SECONDS):
             status = _status(answer, boxed, gold)
     except OutOfTime:
-        _forget_what_was_interrupted()
+        clear_cache()  # while sympy asks whether x is positive, it has noted "unknown" for x, which would stay
         status = "timeout"
     return Grade(REWARDS[status == "correct"], status=status, extracted=answer)
 
@@ -90,13 +91,6 @@ def _status(answer: str, boxed: bool, gold: str) -> str:
     if any(map(too_large, compared)) and not _same(wanted, compared):
         return "unparsable"
     return "correct" if _equal(wanted, parsed) else "wrong"
-
-
-def _forget_what_was_interrupted() -> None:
-    """Empties sympy's cache: while it asks whether x is positive, it has noted "unknown" for x, which would stay."""
-    from sympy.core.cache import clear_cache
-
-    clear_cache()
 
 
 def _answer(text: str) -> tuple[str, bool]:

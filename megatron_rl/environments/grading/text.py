@@ -6,7 +6,7 @@ import re
 
 TAIL = 20_000
 """Characters of a completion that are read: answers stand at the end, and a megabyte of text costs seconds."""
-THOUGHT = "</think>"
+END_OF_THOUGHT = "</think>"
 """Ends the reasoning of a model that thinks before it answers."""
 MAX_BOXES = 64
 """Boxes looked at, from the end: thousands that never close would take time quadratic in their number."""
@@ -30,17 +30,17 @@ _ANSWER_MARK = re.compile(r"(?i)\b(?:answer|r\u00e9ponse|respuesta|antwort)\**\s
 
 
 def plain_signs(text: str) -> str:
-    """Unicode minus signs, full-width characters and odd spaces as their ASCII twins, nothing else changed."""
+    """Return the text with ASCII for Unicode's minus signs, full-width characters and odd spaces."""
     return text.translate(_SIGNS)
 
 
 def final_part(completion: str) -> str:
-    """The end of the completion that can hold the answer: after the reasoning, inside the last answer tag.
+    """Return the end of the completion that can hold the answer: after the reasoning, inside the last answer tag.
 
     Reasoning that was opened and never closed holds no answer: the model was cut off while it thought.
     """
     text = plain_signs(completion[-TAIL:])
-    _, closed, after = text.rpartition(THOUGHT)
+    _, closed, after = text.rpartition(END_OF_THOUGHT)
     if closed:
         text = after
     elif "<think>" in completion:
@@ -50,21 +50,20 @@ def final_part(completion: str) -> str:
 
 
 def last_boxes(text: str) -> list[str]:
-    """The contents of the last ``\\boxed{}``, and of those before it that only "and" or a comma keeps apart."""
-    marks = list(_BOX.finditer(text))[-MAX_BOXES:]
-    found = [(mark.start(), *_box_content(text, mark.end())) for mark in marks]
-    boxes = [(start, content, end) for start, content, end in found if content is not None]
-    outer: list[tuple[int, str, int]] = []
-    for box in boxes:
-        if not outer or box[0] >= outer[-1][2]:  # a box inside a box belongs to the outer one
-            outer.append(box)
+    """Return what the last ``\\boxed{}`` holds, and those before it that only "and" or a comma keeps apart."""
+    boxes: list[tuple[int, str, int]] = []
+    for mark in list(_BOX.finditer(text))[-MAX_BOXES:]:
+        content, end = _box_content(text, mark.end())
+        is_inside = bool(boxes) and mark.start() < boxes[-1][2]  # then it belongs to the outer box
+        if content is not None and not is_inside:
+            boxes.append((mark.start(), content.strip(), end))
     run: list[str] = []
     next_start = None
-    for start, content, end in reversed(outer):
+    for start, content, end in reversed(boxes):
         if next_start is not None and not _connects(text[end:next_start]):
             break
-        if content.strip() not in run:
-            run.insert(0, content.strip())
+        if content not in run:
+            run.insert(0, content)
         next_start = start
     return run
 
@@ -75,7 +74,7 @@ def _connects(between: str) -> bool:
 
 
 def marked_line(text: str) -> str | None:
-    """What follows the last ``Answer:`` on its line, or on the next one when the line ends there."""
+    """Return what follows the last ``Answer:`` on its line, or on the next one when the line ends there."""
     marks = list(_ANSWER_MARK.finditer(text))
     if not marks:
         return None

@@ -24,9 +24,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from itertools import chain
 from typing import Any
 
-from megatron_rl.environments.grading.text import THOUGHT
+from megatron_rl.environments.grading.text import END_OF_THOUGHT
 from megatron_rl.environments.sandbox import Limits, run_python
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Grade
@@ -52,7 +53,7 @@ _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNOR
 _IN_PROCESS = """
 import builtins, json, os, sys
 given = json.load(sys.stdin)
-told = os.dup(1)
+results = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 base = {"__builtins__": dict(vars(builtins)), "__name__": "__main__"}
 exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re", base)
@@ -75,8 +76,8 @@ for number, test in enumerate(given["tests"]):
             result = "true"
     except Exception:
         continue
-    os.write(told, f"\\n{given['key']} {number} {result}".encode())
-os.write(told, b"\\n")
+    os.write(results, f"\\n{given['key']} {number} {result}".encode())
+os.write(results, b"\\n")
 """
 
 
@@ -105,10 +106,8 @@ def judge(completion: str, gold: str) -> Grade:
         SandboxUnavailable: the machine has no sandbox.
     """
     tests, code = read_tests(gold), code_of(completion)
-    if code is None:
-        return Grade(REWARDS[0], {"tests_passed": 0.0}, "no_answer")
-    if len(code) > MAX_CODE:
-        return Grade(REWARDS[0], {"tests_passed": 0.0}, "unparsable")
+    if code is None or len(code) > MAX_CODE:
+        return Grade(REWARDS[0], {"tests_passed": 0.0}, "no_answer" if code is None else "unparsable")
     passed, late = _programs(code, tests) if tests.by_program else _in_process(code, tests)
     share = sum(passed) / len(passed)
     status = "correct" if share == 1 else "timeout" if late else "wrong"
@@ -117,7 +116,7 @@ def judge(completion: str, gold: str) -> Grade:
 
 def code_of(completion: str) -> str | None:
     """The last block of Python that a completion closes, after what it thought; None without one."""
-    _, thought, answer = completion.rpartition(THOUGHT)
+    _, thought, answer = completion.rpartition(END_OF_THOUGHT)
     if not thought and "<think>" in completion:
         return None
     blocks = _BLOCK.findall(answer)
@@ -125,31 +124,39 @@ def code_of(completion: str) -> str | None:
 
 
 def read_tests(gold: str) -> Tests:
-    """The tests in a text; ``ValueError`` says what is wrong with it."""
+    """Return the tests in a text; ``ValueError`` says what is wrong with it."""
     try:
         found = loads(gold)
     except ValueError:
         if gold.lstrip()[:1] in ("[", "{"):
             raise ValueError("are neither JSON nor Python") from None
         return Tests((gold,))
-    if isinstance(found, dict) and ("test_list" in found or "test" in found):
-        return _assertions(found)
-    if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
-        return Tests(tuple(found))
-    cases = found.get("test_cases") if isinstance(found, dict) else found
-    if isinstance(cases, list) and cases and all(isinstance(each, dict) for each in cases):
-        found = _columns(cases)
-    if not isinstance(found, dict):
-        raise ValueError("are neither a list of assertions nor inputs and outputs")
-    inputs, outputs, function = found.get("inputs"), found.get("outputs"), found.get("fn_name") or ""
+    match found:
+        case {"test_list": _} | {"test": _}:
+            return _assertions(found)
+        case [*texts] if texts and all(isinstance(text, str) for text in texts):
+            return Tests(tuple(texts))
+        case [*cases] | {"test_cases": [*cases]} if cases and all(isinstance(case, dict) for case in cases):
+            return _inputs_and_outputs(_columns(cases))
+        case {}:
+            return _inputs_and_outputs(found)
+    raise ValueError("are neither a list of assertions nor inputs and outputs")
+
+
+def _inputs_and_outputs(columns: dict[str, Any]) -> Tests:
+    """APPS's and TACO's columns."""
+    inputs, outputs, function = columns.get("inputs"), columns.get("outputs"), columns.get("fn_name") or ""
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError("have no inputs and outputs, as many of the one as of the other")
     if not isinstance(function, str) or (function and not all(isinstance(each, list) for each in inputs)):
         raise ValueError("of a function need its name and a list of arguments each")
     if not function:
-        inputs, outputs = (["\n".join(map(str, e)) if isinstance(e, list) else str(e) for e in each]
-                           for each in (inputs, outputs))  # fmt: skip
+        inputs, outputs = map(_as_text, inputs), map(_as_text, outputs)
     return Tests(tuple(inputs), tuple(outputs), function)
+
+
+def _as_text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def check_tests(gold: str) -> None:
@@ -239,11 +246,13 @@ def _in_process(code: str, tests: Tests) -> tuple[list[bool], bool]:
     text = "" if tests.expected else "\n".join(tests.inputs)
     packages = [name for name in PACKAGES if re.search(rf"\b(?:import|from) {name}\b", text)]
     result = run_python(_IN_PROCESS, given, LIMITS, {"answer.py": f"{tests.before}\n{code}"}, packages)
-    told = dict(_results(result.stdout, key))
+    results = dict(_results(result.stdout, key))
     if tests.function:
-        passed = [number in told and _same_value(told[number], want) for number, want in enumerate(tests.expected)]
+        passed = [
+            number in results and _same_value(results[number], want) for number, want in enumerate(tests.expected)
+        ]
     else:
-        passed = [told.get(number) is True for number in range(len(tests.inputs))]
+        passed = [results.get(number) is True for number in range(len(tests.inputs))]
     return passed, result.why in ("timeout", "cpu")
 
 
@@ -266,11 +275,10 @@ def _same_value(ours: Any, theirs: Any) -> bool:
 def same_output(printed: str, expected: str) -> bool:
     """Line by line, spaces around lines and empty ends aside; words that are numbers by value."""
     ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
-    return len(ours) == len(theirs) and all(map(_same_words, ours, theirs))
-
-
-def _same_words(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    return len(ours) == len(theirs) and all(a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True))
+    if list(map(len, ours)) != list(map(len, theirs)):
+        return False
+    words = zip(chain(*ours), chain(*theirs), strict=True)
+    return all(a == b or _same_number(a, b) for a, b in words)
 
 
 def _same_number(ours: str, theirs: str) -> bool:

@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from megatron_rl.environments.sandbox.limits import Execution, Limits, SandboxUnavailable
-from megatron_rl.environments.sandbox.probe import require_sandbox, sandbox_problem
-from megatron_rl.environments.sandbox.python import python_tool, run_python
+from megatron_rl.environments.sandbox.execution import Execution
+from megatron_rl.environments.sandbox.plan import Limits, SandboxUnavailable
+from megatron_rl.environments.sandbox.python import python_tool, require_sandbox, run_python, sandbox_problem
 
 __all__ = ["Execution", "Limits", "SandboxUnavailable"]
 __all__ += ["python_tool", "require_sandbox", "run_python", "sandbox_problem"]

@@ -1,4 +1,4 @@
-"""Carries out a plan: starts the launcher, feeds it, reads no more than the limits allow, ends it in time."""
+"""Carries out a plan: starts the launcher, writes to it, reads no more than the limits allow, ends it in time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import selectors
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.environments.sandbox.limits import Execution, Limits, SandboxUnavailable
-from megatron_rl.environments.sandbox.plan import Plan
-from megatron_rl.environments.sandbox.view import interpreter
+from megatron_rl.environments.sandbox.plan import Limits, Plan, SandboxUnavailable, interpreter
 from megatron_rl.errors import one_line
 
 LAUNCHER = str(Path(__file__).with_name("launch.py"))
@@ -30,8 +29,27 @@ ADVICE = (
 _OUT_OF_MEMORY = re.compile(r"(?:[\w.]+\._Array)?MemoryError(?::.*)?")
 
 
+@dataclass(frozen=True)
+class Execution:
+    stdout: str
+    """As UTF-8; bytes that are none become U+FFFD."""
+    stderr: str
+    exit_code: int
+    """Minus the signal's number for a program that a signal ended, as ``subprocess`` has it."""
+    why: str = ""
+    """What it had too much of: ``timeout`` (wall time), ``cpu``, ``memory`` or ``output``; "" for all other ends.
+    A full disk is an ``OSError`` that the program itself sees."""
+    cpu_s: float = 0.0
+    """Processor seconds of the program and of the processes that it waited for; 0 where it was ended from outside."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it came to its end without an error."""
+        return self.exit_code == 0 and not self.why
+
+
 def execute(plan: Plan, stdin: bytes, limits: Limits) -> Execution:
-    """Runs the program of a plan, which the kernel enforces; ``wall_s`` and ``output_kb`` are enforced here."""
+    """Run the program of a plan, which the kernel enforces; ``wall_s`` and ``output_kb`` are enforced here."""
     status, theirs = os.pipe()
     try:
         process = subprocess.Popen(
@@ -68,7 +86,7 @@ class _Watch:
         self._most, self._wall_s = limits.output_kb * 1024, limits.wall_s
 
     def run(self) -> str:
-        """Until all is read; else why it was ended before: ``timeout``, ``output``, or ``start``."""
+        """Read to the end and return "", or return why to end it before: ``timeout``, ``output``, ``start``."""
         ends = time.monotonic() + START_SECONDS
         os.set_blocking(self._stdin.fileno(), False)
         with selectors.DefaultSelector() as selector:
@@ -89,13 +107,13 @@ class _Watch:
                     return "timeout" if self.begun else "start"
         return ""
 
-    def told(self) -> dict[str, str]:
-        """What the launcher said of the program, by the first word of a line."""
+    def status(self) -> dict[str, str]:
+        """Return the launcher's lines on the program, by their first word."""
         lines = (line.partition(" ") for line in self._status.decode(errors="replace").splitlines())
         return {word: rest for word, _, rest in lines}
 
     def _write(self) -> bool:
-        """Whether there is more to write; a program need not read its input."""
+        """Write a part; whether there is more. A program need not read its input."""
         with contextlib.suppress(BrokenPipeError):
             self._given = self._given[os.write(self._stdin.fileno(), self._given[:CHUNK]) :]
             if self._given:
@@ -105,7 +123,7 @@ class _Watch:
 
 
 def _read(descriptor: int, stream: bytearray) -> bool:
-    """Whether there may be more to read."""
+    """Read a part; whether there may be more."""
     part = os.read(descriptor, CHUNK)
     stream += part
     return bool(part)
@@ -113,15 +131,15 @@ def _read(descriptor: int, stream: bytearray) -> bool:
 
 def _outcome(watch: _Watch, why: str, limits: Limits) -> Execution:
     """What came of it; ``SandboxUnavailable`` where the program was never started."""
-    told, most = watch.told(), limits.output_kb * 1024
+    status, most = watch.status(), limits.output_kb * 1024
     stdout, stderr = (bytes(stream[:most]).decode(errors="replace") for stream in (watch.stdout, watch.stderr))
-    if "error" in told or not watch.begun:
+    if "error" in status or not watch.begun:
         late = f"the sandbox was not ready within {START_SECONDS:g} s" if why == "start" else ""
-        reason = told.get("error") or late or f"the launcher ended: {one_line(stderr)}"
+        reason = status.get("error") or late or f"the launcher ended: {one_line(stderr)}"
         raise SandboxUnavailable(f"{reason}; {ADVICE}")
-    if why or "ended" not in told:  # without that it was ended from outside
+    if why or "ended" not in status:  # without that it was ended from outside
         return Execution(stdout, stderr, -signal.SIGKILL, why)
-    code, seconds = told["ended"].split()
+    code, seconds = status["ended"].split()
     exit_code, cpu_s = os.waitstatus_to_exitcode(int(code)), float(seconds)
     last = stderr.rstrip().rpartition("\n")[2]
     if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= limits.cpu_s):

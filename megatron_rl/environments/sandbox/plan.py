@@ -1,19 +1,32 @@
-"""What the launcher is told: the whole sandbox as data, so that each protection has one place and can be tested."""
+"""The whole sandbox as data, which the launcher reads: each protection has one place and can be tested.
+
+A program sees its Python and the libraries that it loads, nothing else of the machine: no ``/proc``, no ``/home``, no
+``/etc``, no ``/bin``, and of installed packages only those asked for: those of environments hold gold answers.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import marshal
 import os
 import platform
 import resource
+import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path, PurePosixPath
 
 from megatron_rl.environments.sandbox import seccomp
-from megatron_rl.environments.sandbox.limits import Limits, SandboxUnavailable
-from megatron_rl.environments.sandbox.view import DEVICES, PACKAGES, interpreter, packages_view, system_view
+from megatron_rl.errors import EnvironmentFault
 
+MAX_LIMIT = 2**20
+"""Of any field of `Limits`: a megabyte of megabytes, or twelve days."""
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+PACKAGES = "/packages"
+"""Where the packages asked for lie."""
 NAMESPACES = {
     "mount": 0x00020000,
     "host name": 0x04000000,
@@ -38,6 +51,55 @@ ENVIRONMENT = {
     "PYTHONPATH": PACKAGES,
 }
 """All of the program's variables."""
+
+
+class SandboxUnavailable(EnvironmentFault):
+    """This machine, or this process, cannot enforce the limits: nothing was run."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"code cannot be run safely here: {reason}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one program may use.
+
+    Memory in all is ``processes * memory_mb + disk_mb``: the kernel bounds the address space of each process, and
+    the files lie in memory. With one process, the default, a program can start threads and no process at all.
+    """
+
+    memory_mb: int = 512
+    """Address space of a process in MiB, its threads' stacks included."""
+    cpu_s: int = 10
+    """Processor time of a process in seconds, summed over its threads."""
+    wall_s: float = 20.0
+    """Seconds from the program's start to its end."""
+    disk_mb: int = 32
+    """Everything in its directory, in MiB."""
+    file_mb: int = 16
+    """One file, in MiB."""
+    files: int = 256
+    """Files and directories at one time."""
+    open_files: int = 64
+    """Files that a process may have open."""
+    processes: int = 1
+    """Processes at one time."""
+    threads: int = 32
+    """Threads at one time, those of all processes together."""
+    output_kb: int = 64
+    """Standard output, and standard error, in KiB each."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, whole = getattr(self, field.name), field.type == "int"
+            fits = type(value) is int or (type(value) is float and not whole)
+            if not fits or not 0 < value <= MAX_LIMIT:
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"{field.name} is {value!r:.40}; it must be {kind} above 0 and up to {MAX_LIMIT:,}")
+        if self.memory_mb < 64:
+            raise ValueError(f"memory_mb is {self.memory_mb}; Python itself needs 64")
+        if self.open_files < 8:
+            raise ValueError(f"open_files is {self.open_files}; Python itself needs 8")
 
 
 @dataclass(frozen=True)
@@ -71,7 +133,7 @@ class Plan:
 def plan_for(
     code: str, limits: Limits, files: Mapping[str, str | bytes] | None = None, packages: Sequence[str] = ()
 ) -> Plan:
-    """The sandbox for a program.
+    """Return the sandbox for a program.
 
     Raises:
         SandboxUnavailable: the kernel or processor is not known to enforce it.
@@ -103,8 +165,51 @@ def plan_for(
     )
 
 
+@functools.cache
+def interpreter() -> str:
+    """Return the Python of this process; of a virtual environment, the one that it was made from."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+@functools.cache
+def system_view() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Return what is shown read-only (source, place), links (place, target), and directories that are shown empty."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    # libpython, and what its extension modules load, lie beside the standard library: that is `lib` of the prefix
+    wanted = [interpreter(), str(stdlib.parent), *LIBRARIES]
+    links = {path: os.readlink(path) for path in wanted if os.path.islink(path) and path in LIBRARIES}
+    real = sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)})
+    shown = [path for path in real if not any(path.startswith(f"{other}/") for other in real)]
+    hidden = sorted(
+        str(found)
+        for folder in shown
+        for pattern in ("site-packages", "dist-packages", "python*/site-packages", "python*/dist-packages")
+        for found in Path(folder).glob(pattern)
+    )
+    return tuple((path, path) for path in shown), tuple(sorted(links.items())), tuple(hidden)
+
+
+def packages_view(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return where each package lies and where it is shown; ``ValueError`` for one that is not installed.
+
+    ``names`` are those that are imported, their dependencies too.
+    """
+    shown = []
+    for name in names:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+        if spec is None or not spec.origin or spec.origin in ("built-in", "frozen"):
+            raise ValueError(f"packages has {name!r:.100}, which is not installed; give names as import has them")
+        origin = Path(os.path.realpath(spec.origin))
+        source = origin.parent if spec.submodule_search_locations else origin
+        shown.append((str(source), f"{PACKAGES}/{source.name}"))
+        libraries = source.parent / f"{name}.libs"  # of a wheel with libraries of its own
+        if libraries.is_dir():
+            shown.append((str(libraries), f"{PACKAGES}/{libraries.name}"))
+    return shown
+
+
 def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """``RLIMIT_*`` of a process; ``SandboxUnavailable`` for more than this process may itself have."""
+    """Return the ``RLIMIT_*`` of a process; ``SandboxUnavailable`` for more than this process may itself have."""
     # the two processes around the program are of the same user where that is not root's to change
     tasks = limits.threads + limits.processes + 2
     values = {

@@ -69,10 +69,7 @@ _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def program(machine: str, processes: bool) -> bytes:
-    """The filter for ``platform.machine()``; without ``processes`` threads can be started and nothing else.
-
-    ``KeyError`` for a machine that it has no numbers for.
-    """
+    """Return the filter for ``platform.machine()``; without ``processes`` threads can be started and nothing else."""
     special = CONDITIONAL[machine]
     code = [_load(_ARCHITECTURE), *_unless(_EQUAL, ARCHITECTURES[machine], _KILL)]
     code += [_load(_NUMBER), *_when(_AT_LEAST, X32, _KILL)]
@@ -93,7 +90,7 @@ def program(machine: str, processes: bool) -> bytes:
 
 
 def numbers(machine: str) -> dict[str, int]:
-    """The calls that are allowed whatever their arguments."""
+    """Return the calls that are allowed whatever their arguments."""
     column = list(ARCHITECTURES).index(machine) + 1
     rows = (entry.split() for entry in ALLOWED.replace("\n", " ").split(","))
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.environments.tool_calls.parser import Schemas, Unreadable
-from megatron_rl.environments.tool_calls.schemas import Tools, checked_tools, fault_of, schemas_of
+from megatron_rl.environments.tool_calls.parser import Unreadable
+from megatron_rl.environments.tool_calls.schemas import Schemas, Tools, checked_tools, fault_of, schemas_of
 from megatron_rl.errors import one_line, shorten
 from megatron_rl.json_text import dumps
 from megatron_rl.registry import PARSERS, unknown
 
-__all__ = ["Parsed", "ToolCall", "Tools", "checked_tools", "parse", "parser_for"]
+__all__ = ["Parsed", "ToolCall", "Tools", "checked_tools", "parse", "parser_for", "split_thought"]
 
 DEFAULT = "hermes"
 """Where no chat template says how calls are written."""
 MOST_UNREADABLE = 100
 """An answer with so many has no calls at all. Each costs time in proportion to the answer: json counts its lines."""
-THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ToolCall:
     problem: str = ""
 
     def as_message(self) -> dict[str, Any]:
-        """An element of a message's ``tool_calls`` as in OpenAI's API."""
+        """Return an element of a message's ``tool_calls`` as in OpenAI's API."""
         return {
             "id": self.id,
             "type": "function",
@@ -52,16 +52,14 @@ class Parsed:
 
 
 def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, prefix: str = "call") -> Parsed:
-    """The calls of an answer, with the ids ``call_0``, ``call_1`` ...; raises nothing whatever the text.
+    """Return the calls of an answer, with the ids ``call_0``, ``call_1`` ...; raises nothing whatever the text.
 
     ``tools`` are checked. A thought is searched for no calls.
     """
     schemas = schemas_of(tools)
-    thought, mark, said = text.partition(END_OF_THOUGHT)
-    if not mark:
-        thought, said = ("", text) if not text.lstrip().startswith(THOUGHT) else (text, "")
-    content, calls, problems = [thought + mark], [], []
-    for piece in PARSERS.get(parser).read(said, schemas):
+    thought, answer = split_thought(text)
+    content, calls, problems = [thought], [], []
+    for piece in PARSERS.get(parser).read(answer, schemas):
         if isinstance(piece, str):
             content.append(piece)
         elif isinstance(piece, Unreadable):
@@ -75,9 +73,17 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
     return Parsed(shown.strip() if calls else shown, tuple(calls), tuple(problems))
 
 
+def split_thought(text: str) -> tuple[str, str]:
+    """Split an answer into the model's thought, with its end mark, and what it says then; either may be empty."""
+    thought, mark, answer = text.partition(END_OF_THOUGHT)
+    if mark:
+        return thought + mark, answer
+    return (text, "") if text.lstrip().startswith(BEGIN_OF_THOUGHT) else ("", text)
+
+
 @functools.cache
 def parser_for(template: str) -> str:
-    """The parser of calls as a chat template shows them; empty where no parser knows its form."""
+    """Return the parser of calls as a chat template shows them; "" where no parser knows its form."""
     return next((name for name in PARSERS.names() if PARSERS.get(name).writes(template)), "")
 
 

@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.environments.tool_calls.parser import Schemas
 from megatron_rl.errors import shorten
 from megatron_rl.json_text import check_bounds, dumps, loads
 
 Tools = tuple[Mapping[str, Any], ...]
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Name of a function -> JSON schema of its arguments."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_TOOLS = 1_000
 EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -31,7 +32,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def checked_tools(value: object) -> Tools:
-    """The tools, if they can be shown to a model and called; ``ValueError`` says what is wrong with the first bad."""
+    """Return the tools if they can be shown to a model and called, else ``ValueError`` on the first bad one."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"tools are {shorten(value)}; give a list of them")
     if len(value) > MOST_TOOLS:
@@ -90,7 +91,7 @@ def _check_schema(schema: object) -> None:
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
-    """The schema of the arguments of each function, by name; of tools that are checked."""
+    """Return the schema of each function's arguments, by name; of tools that are checked."""
     functions = (tool["function"] for tool in tools)
     return {function["name"]: _parameters(function) for function in functions}
 
@@ -100,7 +101,7 @@ def _parameters(function: Mapping[str, Any]) -> Any:
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a value may have; all of them where the schema says nothing."""
+    """Return the types that a value may have; all of them where the schema says nothing."""
     kinds = schema.get("type")
     if kinds is not None:
         return {kinds} if isinstance(kinds, str) else set(kinds)
@@ -113,7 +114,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
 
 
 def value_of(text: str, schema: Mapping[str, Any]) -> Any:
-    """An argument that was written without quotes: JSON where the schema allows what it says, else the text."""
+    """Read an argument written without quotes: JSON where the schema allows what it says, else the text."""
     if types_of(schema) == {"string"}:
         return text
     try:
@@ -124,7 +125,7 @@ def value_of(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def fault_of(value: object, schema: Mapping[str, Any], where: str = "") -> str:
-    """What is wrong with ``value``, in words; empty where it is as the schema says."""
+    """Say what is wrong with ``value``; "" where it is as the schema says."""
     called = where or "the object of arguments"
     if "type" in schema and not any(_is_a(value, kind) for kind in types_of(schema)):
         return f"{called} is {shorten(value)}; it must be of type {' or '.join(sorted(types_of(schema)))}"

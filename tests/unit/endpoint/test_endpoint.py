@@ -71,7 +71,7 @@ def test_what_a_call_says(tokenizer):
     with scripted(tokenizer, answer) as endpoint:
         asked = client(endpoint).chat.completions
         cut = asked.create(**ASK, max_tokens=5, temperature=0, seed=7, stop="!", n=2)
-        asked.create(**ASK, temperature=0.5, top_p=0.9, extra_body={"top_k": 4}, stream=True).close()
+        assert [*asked.create(**ASK, temperature=0.5, top_p=0.9, extra_body={"top_k": 4}, stream=True)]
         session = endpoint.open_session("")
         client(endpoint, session).chat.completions.create(**ASK, temperature=0.1, seed=3, max_tokens=500)
     assert cut.choices[0].finish_reason == "length"
@@ -80,10 +80,9 @@ def test_what_a_call_says(tokenizer):
     assert (first.session, first.after, first.max_new_tokens, first.stop, first.seed) == (None, None, 5, ("!",), 7)
     assert (first.sampling.greedy, first.sampling.max_new_tokens, first.sampling.stop) == (True, 5, ("!",))
     assert (first.branch, second.branch) == (0, 1)
-    assert not first.wants_progress
     sampling = streamed.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.greedy) == (0.5, 0.9, 4, False)
-    assert (streamed.wants_progress, streamed.max_new_tokens) == (True, 100)
+    assert streamed.max_new_tokens == 100
     assert (trained.session, trained.sampling, trained.seed, trained.max_new_tokens) == (session, None, None, 100)
 
 

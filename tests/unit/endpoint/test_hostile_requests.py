@@ -127,7 +127,7 @@ def test_the_choices_of_a_prompt_are_encoded_once(tokenizer: Tokenizer, monkeypa
     for number in (200, 201):
         session.begin_chat([number], tuple(ASK["messages"]))
         answer = Completion((65, tokenizer.end_token_id), (0.0, 0.0), "stop", 0)
-        session.answered(number, {"role": "assistant", "content": "x"}, answer)
+        session.add_answer(number, {"role": "assistant", "content": "x"}, answer)
     encoded.clear()
     history = (*ASK["messages"], {"role": "assistant", "content": "x"}, *ASK["messages"])
     later = session.begin_chat([300, 301, 302], history)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.endpoint.fields import ApiError
-from megatron_rl.endpoint.protocol import Asked, ChatRequest, TextRequest, read_chat, read_text
+from megatron_rl.endpoint.protocol import ChatRequest, Options, TextRequest, read_chat, read_text
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -27,7 +27,7 @@ def test_all_that_a_chat_may_ask_for():
         max_tokens=9, max_completion_tokens=7, temperature=0, top_p=0.5, top_k=-1, n=3, seed=-4, stop=["a", "b", "a"],
         stream=True, stream_options={"include_usage": True}, logprobs=True, tools=[TOOL], tool_choice="auto",
     )  # fmt: skip
-    assert request.asked == Asked("policy", 3, 7, 0.0, 0.5, 0, -4, ("a", "b"), True, True, True)
+    assert request.options == Options(3, 7, 0.0, 0.5, 0, -4, ("a", "b"), True, True, True)
     assert (request.tools, request.reads_calls) == ((TOOL,), True)
     assert not chat(tools=[TOOL], tool_choice="none").reads_calls
     assert chat() == chat(
@@ -54,8 +54,8 @@ def test_prompts():
     assert text(prompt=[1, 2]).prompts == ((1, 2),)
     assert text(prompt=["a", "b"]).prompts == ("a", "b")
     assert text(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
-    assert text(logprobs=0).asked.logprobs
-    assert not text(best_of=1).asked.logprobs
+    assert text(logprobs=0).options.logprobs
+    assert not text(best_of=1).options.logprobs
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_chats_that_are_refused(fields, param, why):
         ({"prompt": [1, -1]}, "prompt", "token id -1"),
         ({"prompt": ["a", 3]}, "prompt[1]", "is 3"),
         ({"prompt": ["a", [True]]}, "prompt[1]", "is [True]"),
-        ({"prompt": ["a"] * 257}, "prompt", "at most 256"),
+        ({"prompt": ["a"] * 257}, "n", "is 1 for each of 257 prompts"),
         ({"prompt": ["a"] * 3, "n": 86}, "n", "at most 256 answers"),
         ({"logprobs": 1}, "logprobs", "is 1"),
         ({"logprobs": True}, "logprobs", "a whole number"),

@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.chat import ChatFormat
-from megatron_rl.endpoint.sessions import Planned, Session
+from megatron_rl.endpoint.sessions import PlannedCall, Session
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import Completion, Message
@@ -41,12 +41,12 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def ask_chat(session: Session, number: int, messages: tuple[Message, ...], tools: tuple[Any, ...] = ()) -> Planned:
+def ask_chat(session: Session, number: int, messages: tuple[Message, ...], tools: tuple[Any, ...] = ()) -> PlannedCall:
     (planned,) = session.begin_chat([number], messages, tools)
     return planned
 
 
-def ask_text(session: Session, number: int, prompt: str | tuple[int, ...]) -> Planned:
+def ask_text(session: Session, number: int, prompt: str | tuple[int, ...]) -> PlannedCall:
     (planned,) = session.begin_text([number], prompt)
     return planned
 
@@ -76,11 +76,11 @@ def spelled(tokenizer: Tokenizer, text: str, ended: bool = True) -> Completion:
     return Completion(tuple(ids), (-1.0,) * len(ids), "stop" if ended else "length", 0)
 
 
-def tokens(planned: dict[int, Planned], answers: dict[int, Completion], number: int) -> list[int]:
+def tokens(planned: dict[int, PlannedCall], answers: dict[int, Completion], number: int) -> list[int]:
     """The whole prompt of a call."""
     own = planned[number]
     before = [] if own.after is None else [*tokens(planned, answers, own.after), *answers[own.after].token_ids]
-    assert own.num_read == len(before) + len(own.ids)
+    assert own.num_prompt_tokens == len(before) + len(own.ids)
     return before + list(own.ids)
 
 
@@ -90,7 +90,7 @@ def test_what_was_sampled_is_not_encoded_again(session: Session, tokenizer: Toke
     for number, text in enumerate(["It is 4.", "Very sure."]):
         planned[number] = ask_chat(session, number, tuple(history))
         answers[number] = spelled(tokenizer, text)
-        session.answered(number, said(text), answers[number])
+        session.add_answer(number, said(text), answers[number])
         history += [said(text), AGAIN]
     planned[2] = ask_chat(session, 2, tuple(history))
     assert [p.after for p in planned.values()] == [None, 0, 1]
@@ -107,7 +107,7 @@ def test_thoughts_stay_as_they_were_sampled(session: Session, tokenizer: Tokeniz
     """Qwen3's template would leave them out of earlier turns; what was sampled then would not be what is trained on."""
     text = "<think>\nhm\n</think>\n\n4"
     ask_chat(session, 0, (USER,))
-    session.answered(0, said(text), spelled(tokenizer, text))
+    session.add_answer(0, said(text), spelled(tokenizer, text))
     later = ask_chat(session, 1, (USER, said(text), AGAIN))
     end = tokenizer.decode_raw([tokenizer.end_token_id])
     expected = f"\n<|im_start|>user\n{AGAIN['content']}{end}\n<|im_start|>assistant\n"
@@ -116,7 +116,7 @@ def test_thoughts_stay_as_they_were_sampled(session: Session, tokenizer: Tokeniz
 
 def test_a_turn_that_was_cut_is_closed(session: Session, tokenizer: Tokenizer) -> None:
     ask_chat(session, 0, (USER,))
-    session.answered(0, said("It is"), spelled(tokenizer, "It is", ended=False))
+    session.add_answer(0, said("It is"), spelled(tokenizer, "It is", ended=False))
     later = ask_chat(session, 1, (USER, said("It is"), AGAIN))
     assert later.ids[0] == tokenizer.end_token_id
 
@@ -132,7 +132,7 @@ def test_a_turn_that_was_cut_is_closed(session: Session, tokenizer: Tokenizer) -
 )
 def test_fields_that_clients_echo_do_not_count(session: Session, tokenizer: Tokenizer, echo: Message) -> None:
     ask_chat(session, 0, (USER,))
-    session.answered(0, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(0, said("4"), spelled(tokenizer, "4"))
     assert ask_chat(session, 1, (USER, echo, AGAIN)).after == 0
 
 
@@ -144,7 +144,7 @@ def test_calls_of_tools(session: Session, tokenizer: Tokenizer) -> None:
     result = {"role": "tool", "tool_call_id": "call_0", "content": "4"}
     root = ask_chat(session, 0, (USER,), TOOLS)
     assert '"name": "add"' in tokenizer.decode_raw(root.ids)
-    session.answered(0, call, spelled(tokenizer, "<tool_call>"))
+    session.add_answer(0, call, spelled(tokenizer, "<tool_call>"))
     echo = said("", ("add", '{"b":[1],"a":2}')) | {"tool_calls": [
         {"id": "other", "function": {"name": "add", "arguments": '{"b":[1],"a":2}'}}
     ]}  # fmt: skip
@@ -153,33 +153,33 @@ def test_calls_of_tools(session: Session, tokenizer: Tokenizer) -> None:
     end = tokenizer.decode_raw([tokenizer.end_token_id])
     expected = f"\n<|im_start|>user\n{shown}\n{shown}{end}\n<|im_start|>assistant\n"
     assert (later.after, tokenizer.decode_raw(later.ids)) == (0, expected)
-    session.answered(1, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(1, said("4"), spelled(tokenizer, "4"))
     assert ask_chat(session, 4, (USER, call, result, result, said("4"), AGAIN), TOOLS).after == 1
     assert ask_chat(session, 2, (USER, echo, result)).after is None, "with other tools it is another prompt"
     changed = said(None, ("add", '{"a": 3, "b": [1]}'))
     assert ask_chat(session, 3, (USER, changed, result), TOOLS).after is None
-    session.answered(3, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(3, said("4"), spelled(tokenizer, "4"))
     assert session.end().edited == 1
 
 
 def test_histories_that_were_edited(session: Session, tokenizer: Tokenizer) -> None:
     ask_chat(session, 0, (SYSTEM, USER))
-    session.answered(0, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(0, said("4"), spelled(tokenizer, "4"))
     mine = said("five")
     edited = ask_chat(session, 1, (SYSTEM, USER, mine, AGAIN))
     assert (edited.after, session.end().edited) == (None, 0), "it has no answer yet"
     assert list(edited.ids) == tokenizer.encode_prompt((SYSTEM, USER, mine, AGAIN))
-    session.answered(1, said("5!"), spelled(tokenizer, "5!"))
+    session.add_answer(1, said("5!"), spelled(tokenizer, "5!"))
     assert session.end().edited == 1
     later = ask_chat(session, 2, (SYSTEM, USER, mine, AGAIN, said("5!"), AGAIN))
     assert later.after == 1
     repeated = ask_chat(session, 3, (USER, mine, USER))
     assert repeated.after is None
-    session.answered(3, said("7"), spelled(tokenizer, "7"))
+    session.add_answer(3, said("7"), spelled(tokenizer, "7"))
     assert session.end().edited == 1, "it was counted when it came"
     both = ask_chat(session, 4, (SYSTEM, USER, said("4"), AGAIN, said("six"), USER))
     assert both.after == 0, "what was not edited stays as it was sampled"
-    session.answered(4, said("8"), spelled(tokenizer, "8"))
+    session.add_answer(4, said("8"), spelled(tokenizer, "8"))
     assert session.end().edited == 2
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_edit(session: Session, tokenizer: Tokenizer) -> None:
     """Examples in the first call, a summary in place of the history, an answer that moves to another place."""
     shot = (USER, said("4"), AGAIN)
     ask_chat(session, 0, shot)
-    session.answered(0, said("Yes"), spelled(tokenizer, "Yes"))
+    session.add_answer(0, said("Yes"), spelled(tokenizer, "Yes"))
     assert ask_chat(session, 1, (*shot, said("Yes"), USER)).after == 0
     assert ask_chat(session, 2, (SYSTEM, {"role": "user", "content": "So far: 4."})).after is None
     assert ask_chat(session, 3, (SYSTEM, AGAIN, said("Yes"), AGAIN)).after is None
@@ -199,9 +199,9 @@ def test_equal_prompts_are_told_apart_and_others_are_not(session: Session, token
     """The branch is part of the seed: two samples of one prompt differ, and no call's seed tells when it came."""
     assert [ask_chat(session, number, (USER,)).branch for number in (0, 1, 2)] == [0, 1, 2]
     assert ask_chat(session, 7, (AGAIN,)).branch == 0
-    session.answered(0, said("4"), spelled(tokenizer, "4"))
-    session.answered(1, said("4"), spelled(tokenizer, "4"))
-    session.answered(2, said("4"), spelled(tokenizer, "4", ended=False))
+    session.add_answer(0, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(1, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(2, said("4"), spelled(tokenizer, "4", ended=False))
     later = [ask_chat(session, number, (USER, said("4"), AGAIN)) for number in (3, 4, 5, 6)]
     assert [p.after for p in later] == [0, 1, 2, 0], "equal answers keep their own"
     assert [p.branch for p in later] == [0, 1, 2, 3], "the same tokens, whichever answer they go on from"
@@ -213,7 +213,7 @@ def test_equal_prompts_are_told_apart_and_others_are_not(session: Session, token
 
 def test_a_refused_call_leaves_nothing(session: Session, tokenizer: Tokenizer) -> None:
     ask_chat(session, 0, (USER,))
-    session.answered(0, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(0, said("4"), spelled(tokenizer, "4"))
     assert ask_chat(session, 1, (USER, said("4"), AGAIN)).branch == 0
     session.forget([1])
     assert ask_chat(session, 2, (USER, said("4"), USER)).branch == 0
@@ -229,7 +229,7 @@ def test_a_template_that_refuses(tokenizer: Tokenizer) -> None:
 
 def test_a_prompt_asked_again_after_an_answer_without_text_is_a_prompt(session: Session, tokenizer: Tokenizer) -> None:
     first = ask_text(session, 0, "2+2=")
-    session.answered(0, said(""), spelled(tokenizer, "", ended=True))
+    session.add_answer(0, said(""), spelled(tokenizer, "", ended=True))
     again = ask_text(session, 1, "2+2=")
     assert (again.after, again.ids, again.branch) == (None, first.ids, 1)
     assert ask_text(session, 2, "2+2=four").after == 0
@@ -238,7 +238,7 @@ def test_a_prompt_asked_again_after_an_answer_without_text_is_a_prompt(session: 
 def test_texts_go_on(session: Session, tokenizer: Tokenizer) -> None:
     first = ask_text(session, 0, "2+2=")
     assert list(first.ids) == tokenizer.encode_prompt("2+2=")
-    session.answered(0, said("four, "), spelled(tokenizer, "four, "))
+    session.add_answer(0, said("four, "), spelled(tokenizer, "four, "))
     later = ask_text(session, 1, "2+2=four, next")
     assert (later.after, list(later.ids), later.branch) == (0, tokenizer.encode("next"), 0)
     end = tokenizer.decode_raw([tokenizer.end_token_id])
@@ -250,7 +250,7 @@ def test_texts_go_on(session: Session, tokenizer: Tokenizer) -> None:
 def test_a_stop_string_is_not_read_twice(session: Session, tokenizer: Tokenizer) -> None:
     """The text is returned without it, and callers write it again before they go on."""
     ask_text(session, 0, "Q")
-    session.answered(0, said("look up X\n"), spelled(tokenizer, "look up X\nResult:", ended=False))
+    session.add_answer(0, said("look up X\n"), spelled(tokenizer, "look up X\nResult:", ended=False))
     again = ask_text(session, 1, "Qlook up X\nResult: 42")
     assert (again.after, list(again.ids)) == (0, tokenizer.encode(" 42"))
     other = ask_text(session, 2, "Qlook up X\nDone")
@@ -260,11 +260,11 @@ def test_a_stop_string_is_not_read_twice(session: Session, tokenizer: Tokenizer)
 def test_ids_go_on(session: Session, tokenizer: Tokenizer) -> None:
     answer = spelled(tokenizer, "four")
     assert ask_text(session, 0, (5, 6, 7)).ids == (5, 6, 7)
-    session.answered(0, said("four"), answer)
+    session.add_answer(0, said("four"), answer)
     later = ask_text(session, 1, (5, 6, 7, *answer.token_ids, 8, 9))
-    assert (later.after, later.ids, later.num_read) == (0, (8, 9), 5 + len(answer.token_ids))
+    assert (later.after, later.ids, later.num_prompt_tokens) == (0, (8, 9), 5 + len(answer.token_ids))
     assert ask_text(session, 2, (5, 6, 7, 8)).after is None
     chat = ask_chat(session, 3, (USER,))
-    session.answered(3, said("4"), spelled(tokenizer, "4"))
+    session.add_answer(3, said("4"), spelled(tokenizer, "4"))
     after_chat = ask_text(session, 4, (*chat.ids, *spelled(tokenizer, "4").token_ids, 9))
     assert (after_chat.after, after_chat.ids) == (3, (9,))

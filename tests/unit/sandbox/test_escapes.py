@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from megatron_rl.environments.sandbox import Limits, sandbox_problem
-from megatron_rl.environments.sandbox.view import interpreter
+from megatron_rl.environments.sandbox.plan import interpreter
 from tests.unit.sandbox.attempts import ATTEMPTS, CALLS, DAEMON, SEVERAL, Attempt, call
 from tests.unit.sandbox.mutants import LAUNCHER, TEXT, run
 

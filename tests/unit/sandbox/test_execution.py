@@ -16,7 +16,7 @@ from megatron_rl.environments.sandbox import (
     Limits,
     SandboxUnavailable,
     execution,
-    probe,
+    python,
     python_tool,
     run_python,
     sandbox_problem,
@@ -214,7 +214,7 @@ def test_a_kernel_that_makes_no_namespaces(tmp_path, monkeypatch):
     refusing = LAUNCHER.replace("LIBC.unshare,", "lambda flags: ctypes.set_errno(1) or -1,")
     assert refusing != LAUNCHER
     launcher.write_text(refusing, encoding="utf-8")
-    probe.require_sandbox.cache_clear()
+    python.require_sandbox.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(execution, "LAUNCHER", str(launcher))
         with pytest.raises(SandboxUnavailable) as raised:
@@ -229,7 +229,7 @@ def test_a_kernel_that_makes_no_namespaces(tmp_path, monkeypatch):
 @needs_sandbox
 def test_a_refusal_is_not_remembered():
     """A machine that was out of memory for a moment would otherwise mask all later samples of a process."""
-    probe.require_sandbox.cache_clear()
+    python.require_sandbox.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execution, "LAUNCHER", "/nonexistent")
         assert "No such file" in sandbox_problem()
@@ -264,8 +264,8 @@ def test_machines_that_are_not_known(machine, message, monkeypatch):
 )
 def test_a_kernel_that_ignores_a_limit_is_found_out(without, named, monkeypatch):
     """As one does where root of a user namespace is root outside, too: RLIMIT_NPROC is not for him."""
-    monkeypatch.setattr(probe, "plan_for", lambda *given: PLAN[without](plan_for(*given)))
-    probe.require_sandbox.cache_clear()
+    monkeypatch.setattr(python, "plan_for", lambda *given: PLAN[without](plan_for(*given)))
+    python.require_sandbox.cache_clear()
     message = (
         f"code cannot be run safely here: the kernel does not enforce {named}; use another machine, or another user"
     )

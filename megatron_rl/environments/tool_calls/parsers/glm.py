@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_rl.environments.tool_calls.parser import Example
-from megatron_rl.environments.tool_calls.tagged import TaggedParser
+from megatron_rl.environments.tool_calls.parser import Example, TaggedParser
 
 WEATHER = {"get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
 

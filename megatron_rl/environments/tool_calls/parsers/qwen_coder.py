@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_rl.environments.tool_calls.parser import Example
-from megatron_rl.environments.tool_calls.tagged import TaggedParser
+from megatron_rl.environments.tool_calls.parser import Example, TaggedParser
 
 FILES = {"write": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}}}
 

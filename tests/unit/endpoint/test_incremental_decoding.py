@@ -12,7 +12,7 @@ from tokenizers import decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.endpoint.growing import GrowingText
+from megatron_rl.endpoint.answers import IncrementalDecoder
 from megatron_rl.tokenizer import Tokenizer
 from tests.support.endpoint import byte_tokenizer
 
@@ -74,21 +74,21 @@ def looks(total: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_what_decoding_everything_gives(tokenizer: Tokenizer, seed: int) -> None:
     ids = some_ids(tokenizer, seed)
-    growing, whole = GrowingText(tokenizer), tokenizer.decode(ids)
+    decoder, whole = IncrementalDecoder(tokenizer), tokenizer.decode(ids)
     for count in looks(len(ids), seed):
         kept = [number for number in ids[:count] if number not in tokenizer.special_tokens.values()]
         while kept and kept[-1] in tokenizer.byte_tokens:
             kept.pop()
-        told = growing.read(ids[:count])
-        assert told == tokenizer.decode(kept)
-        assert whole.startswith(told.rstrip(HALF)), "what comes later changes nothing"
+        text = decoder.decode(ids[:count])
+        assert text == tokenizer.decode(kept)
+        assert whole.startswith(text.rstrip(HALF)), "what comes later changes nothing"
 
 
 def test_a_character_over_several_tokens_is_shown_when_it_is_whole(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     ids = tokenizer.encode("a你🙂b")
-    growing = GrowingText(tokenizer)
-    shown = [growing.read(ids[:count]).rstrip(HALF) for count in range(1, len(ids) + 1)]
+    decoder = IncrementalDecoder(tokenizer)
+    shown = [decoder.decode(ids[:count]).rstrip(HALF) for count in range(1, len(ids) + 1)]
     assert shown == ["a", "a", "a", "a你", "a你", "a你", "a你", "a你🙂", "a你🙂b"]
 
 
@@ -96,9 +96,9 @@ def test_bytes_that_a_later_one_spoils_are_not_shown() -> None:
     """Where bytes stand for what has no token, one that fits nowhere takes the whole run with it."""
     tokenizer = of_words(decoders.Sequence(LLAMA))
     run = [len(WORDS) + byte for byte in [*"你".encode(), 0xFF]]
-    a, growing = WORDS.index("a"), GrowingText(tokenizer)
-    told = [growing.read([a, *run, a][:count]) for count in range(1, 7)]
-    assert told == ["a"] * 5 + [f"a{HALF * 4}a"]
+    a, decoder = WORDS.index("a"), IncrementalDecoder(tokenizer)
+    text = [decoder.decode([a, *run, a][:count]) for count in range(1, 7)]
+    assert text == ["a"] * 5 + [f"a{HALF * 4}a"]
 
 
 @pytest.mark.parametrize("text", ["word ", " ", "é", "你"])
@@ -112,8 +112,8 @@ def test_the_cost_of_a_look_is_that_of_what_is_new(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(tokenizer, "decode", counting)
     ids = tokenizer.encode(text * 1000)
-    growing = GrowingText(tokenizer)
+    decoder = IncrementalDecoder(tokenizer)
     for count in range(0, len(ids), 4):
-        growing.read(ids[:count])
+        decoder.decode(ids[:count])
     assert sum(decoded) < 40 * len(ids)
     assert max(decoded) <= 100

@@ -1,0 +1,174 @@
+"""OpenAI's JSON objects: a whole response, or server-sent events while tokens are sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from aiohttp import web
+
+from megatron_rl.endpoint.answers import PARTIAL_CHARACTER, Choice
+from megatron_rl.endpoint.fields import ApiError
+from megatron_rl.endpoint.pending_calls import PendingCall
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.types import Completion
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all objects of one response have in common."""
+
+    is_chat: bool
+    """``/v1/chat/completions``, not ``/v1/completions``."""
+    model: str
+    logprobs: Tokenizer | None
+    """Decodes tokens where the client wants log-probs."""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def response(self, choices: Sequence[str], usage: dict[str, Any], policy_version: int) -> str:
+        """Return the JSON of a response that is not streamed, of ``choices`` as `choice_json` gives them."""
+        rest = self._object([], usage=usage, system_fingerprint=f"policy-{policy_version}")
+        del rest["choices"]
+        return f'{json.dumps(rest)[:-1]}, "choices": [{", ".join(choices)}]}}'
+
+    def choice_json(self, index: int, choice: Choice) -> str:
+        """Return the JSON of one choice."""
+        answer = {"message": choice.message} if self.is_chat else {"text": choice.text}
+        return json.dumps({"index": index, **answer, **self._ending(choice)})
+
+    def chunk(self, index: int, text: str, is_first: bool) -> bytes:
+        """Return the event with more text of a choice."""
+        delta = {"role": "assistant", "content": text} if is_first else {"content": text}
+        answer = {"delta": delta} if self.is_chat else {"text": text}
+        return self._event({"index": index, **answer, "logprobs": None, "finish_reason": None})
+
+    def last_chunk(self, index: int, choice: Choice, rest: str) -> bytes:
+        """Return the event that ends a choice: the rest of its text, its tool calls, its log-probs."""
+        calls = [{"index": number, **call} for number, call in enumerate(choice.tool_calls)]
+        delta = ({"content": rest} if rest else {}) | ({"tool_calls": calls} if calls else {})
+        answer = {"delta": delta} if self.is_chat else {"text": rest}
+        return self._event({"index": index, **answer, **self._ending(choice)})
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """Return the event with the numbers of tokens."""
+        return _event(self._object([], is_chunk=True, usage=usage))
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return _event(self._object([choice], is_chunk=True))
+
+    def _object(self, choices: list[dict[str, Any]], is_chunk: bool = False, **more: Any) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}", "object": kind, "created": self.created,
+            "model": self.model, "choices": choices, **more,
+        }  # fmt: skip
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = (_chat_logprobs if self.is_chat else _text_logprobs)(choice.completion, self.logprobs)
+        return {"logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+class Stream:
+    """The events of one request: chunks of all its choices as they come, in any order between choices."""
+
+    def __init__(self, envelope: Envelope, in_text_thread: Callable[..., Awaitable[Any]]) -> None:
+        self._envelope, self._in_text_thread = envelope, in_text_thread
+        self._changed: asyncio.Queue[int] = asyncio.Queue()
+        """Indices of choices that have more tokens or are complete."""
+        self._sampled: dict[int, tuple[int, ...]] = {}
+        """All tokens so far of the choices with tokens that were not sent."""
+
+    def add_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
+        """Queue ``token_ids``, all tokens so far of choice ``index``."""
+        if index not in self._sampled:
+            self._changed.put_nowait(index)
+        self._sampled[index] = token_ids
+
+    async def write(
+        self, request: web.Request, pending: list[PendingCall], usage: Callable[[], dict[str, Any]] | None
+    ) -> web.StreamResponse:
+        """Send all events until every choice is complete, at last the ``usage``; later errors are events, too."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            await self._write_choices(response, pending)
+            if usage is not None:
+                await response.write(self._envelope.usage_chunk(usage()))
+            await response.write(_event("[DONE]"))
+        except ApiError as error:
+            await response.write(_event(error.body))
+        except ConnectionError:  # the client has hung up
+            return response
+        await response.write_eof()
+        return response
+
+    async def _write_choices(self, response: web.StreamResponse, pending: list[PendingCall]) -> None:
+        for index, call in enumerate(pending):
+            call.answer.add_done_callback(lambda _, index=index: self._changed.put_nowait(index))
+        sent, num_open = [""] * len(pending), len(pending)
+        decoders = [call.reader.decoder() for call in pending]
+        while num_open:
+            index = await self._changed.get()
+            token_ids, before = self._sampled.pop(index, None), sent[index]
+            if token_ids is None:
+                choice, num_open = pending[index].answer.result(), num_open - 1
+                chunks = [] if before else [self._envelope.chunk(index, "", is_first=True)]
+                rest = choice.text[len(before) :]
+                chunks.append(await self._in_text_thread(self._envelope.last_chunk, index, choice, rest))
+            else:
+                final = pending[index].reader.final_part(decoders[index].decode(token_ids))
+                sent[index] = max(before, final, key=len)
+                more = sent[index][len(before) :]
+                chunks = [self._envelope.chunk(index, more, is_first=not before)] if more else []
+            for chunk in chunks:
+                await response.write(chunk)
+
+
+def usage_of(pending: Sequence[PendingCall], n: int) -> dict[str, Any]:
+    """Count the tokens of prompts and answers, which are all there; the ``n`` choices of a prompt count it once."""
+    completions = [call.answer.result().completion for call in pending]
+    num_prompt = sum(call.num_prompt_tokens for call in pending[::n])
+    num_sampled = sum(len(completion.token_ids) for completion in completions)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions[::n])},
+    }
+
+
+def _chat_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of every sampled token, end tokens among them; natural logarithms."""
+    content = []
+    for text, logprob in zip(_token_texts(completion, tokenizer), completion.inference_logprobs, strict=True):
+        own_bytes = None if PARTIAL_CHARACTER in text else list(text.encode())
+        content.append({"token": text, "logprob": logprob, "bytes": own_bytes, "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The same for `/v1/completions`; offsets count characters of the tokens' own texts."""
+    texts = _token_texts(completion, tokenizer)
+    offsets = [0, *accumulate(map(len, texts))][:-1]
+    logprobs = completion.inference_logprobs
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+def _token_texts(completion: Completion, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode_raw([token]) for token in completion.token_ids]
+
+
+def _event(value: Any) -> bytes:
+    """A server-sent event."""
+    return f"data: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n\n".encode()
