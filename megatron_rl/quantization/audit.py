@@ -17,9 +17,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.quantization.copies import ParallelLinear, QuantizedMatrix
+from megatron_rl.quantization.copies import ParallelLinear, QuantizedMatrix, StackedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
-from megatron_rl.quantization.stacks import StackedLinear
 
 AUDITED_TOKENS = 64
 FULL_PRECISION = "full precision"

@@ -23,11 +23,16 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.memory import release, storages_of, take_back
-from megatron_rl.quantization.copies import ParallelLinear, QuantizedLinear, QuantizedMatrix
+from megatron_rl.quantization.copies import (
+    ParallelLinear,
+    QuantizedLinear,
+    QuantizedMatrix,
+    QuantizedStack,
+    StackedLinear,
+)
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.recipe import Recipe, maximum_over
 from megatron_rl.quantization.shapes import skipped
-from megatron_rl.quantization.stacks import QuantizedStack, StackedLinear
 
 
 def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear | StackedLinear]:
@@ -83,19 +88,22 @@ class QuantizedLinears:
         self.plain = tuple(name for name in linears if skipped(name, skip, _chunks(model)[0].config.num_layers))
         """Names of the layers left as they are."""
         kept = {name: module for name, module in linears.items() if name not in self.plain}
-        names: dict[StackedLinear, list[str]] = {}
+        names: dict[torch.nn.Module, list[str]] = {}
         for name, module in kept.items():
-            if isinstance(module, StackedLinear):
-                names.setdefault(module, []).append(name)
-        stacks = {module: _stack(names[module], module, recipe) for module in names}
-        of_experts = {expert.name: expert for stack in stacks.values() for expert in stack.experts}
-        self.layers: tuple[QuantizedMatrix, ...] = tuple(
-            of_experts.get(name) or QuantizedLinear(name, module, recipe) for name, module in kept.items()
+            names.setdefault(module, []).append(name)
+        self._copies = tuple(
+            QuantizedStack(named, module, recipe)
+            if isinstance(module, StackedLinear)
+            else QuantizedLinear(named[0], module, recipe)
+            for module, named in names.items()
         )
+        matrices = {
+            matrix.name: matrix
+            for copy in self._copies
+            for matrix in (copy.experts if isinstance(copy, QuantizedStack) else (copy,))
+        }
+        self.layers: tuple[QuantizedMatrix, ...] = tuple(matrices[name] for name in kept)
         """One an expert, even of a stack."""
-        self._installed_together = (
-            *(layer for layer in self.layers if isinstance(layer, QuantizedLinear)), *stacks.values()
-        )
         self.is_installed = False
         """Whether the layers run quantised now."""
         self._stale = True
@@ -200,31 +208,20 @@ class QuantizedLinears:
 
     def _switch(self, to: bool) -> None:
         self.is_installed = to
-        for layer in self._installed_together:
-            layer.install() if to else layer.remove()
+        for copy in self._copies:
+            copy.install() if to else copy.remove()
 
     def _shared_amax(self) -> dict[str, torch.Tensor]:
-        """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers."""
-        sharing = [
-            layer for layer in self.layers if layer.group is not None and self.recipe.shares_amax(layer.split)
-        ]
+        """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers of a group."""
+        sharing: dict[dist.ProcessGroup, list[QuantizedMatrix]] = {}  # experts may have their own group
+        for layer in self.layers:
+            if layer.group is not None and self.recipe.shares_amax(layer.split):
+                sharing.setdefault(layer.group, []).append(layer)
         shared: dict[str, torch.Tensor] = {}
-        for group in dict.fromkeys(layer.group for layer in sharing):  # experts may have their own
-            layers = [layer for layer in sharing if layer.group is group]
+        for group, layers in sharing.items():
             own = [self.recipe.amax(layer.parameter, layer.weight.smoothing) for layer in layers]
             # A maximum over ranks may lose a NaN, but not infinity, which `refresh` refuses too.
             flat = torch.cat([amax.flatten() for amax in own]).nan_to_num(torch.inf, posinf=torch.inf)
-            flat = maximum_over(flat, group)
-            parts = flat.split([amax.numel() for amax in own])
-            for layer, part, amax in zip(layers, parts, own, strict=True):
-                shared[layer.name] = part.view_as(amax)
+            parts = maximum_over(flat, group).split([amax.numel() for amax in own])
+            shared |= {layer.name: part.view_as(amax) for layer, part, amax in zip(layers, parts, own, strict=True)}
         return shared
-
-
-def _stack(names: Sequence[str], module: StackedLinear, recipe: Recipe) -> QuantizedStack:
-    if len(names) < len(module.weight):
-        raise QuantizationError(
-            f"of the experts that are one product, {names[0]} is to be quantised and others are not; leave out all of "
-            "them with --rl-quantization-skip, or none"
-        )
-    return QuantizedStack(names, module, recipe)

@@ -6,11 +6,13 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.registry import RECIPES
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
 
 Split = Literal["columns", "rows"]
 """How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
