@@ -29,7 +29,7 @@ from megatron_rl.inference.scheduler import Chunk
 from megatron_rl.models.attention.backend import NewTokens
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout import RolloutForward
-from megatron_rl.platform.stages import OneStage, StageMessages
+from megatron_rl.platform.collectives import OneStage, StageMessages
 
 if TYPE_CHECKING:
     from megatron_rl.inference.graphs import DecodeGraphs
@@ -82,10 +82,10 @@ class ModelRunner:
             logits = yield from self._through(ids, partial(self._forward.chunk, positions=positions))
             rows, places = self._begin(batch)
             if len(rows) and self._messages.is_last:
-                self._messages.tell_all(*self._first_tokens(logits, rows, places, modes))
+                self._messages.send_drawn(*self._first_tokens(logits, rows, places, modes))
             yield
             if len(rows):
-                token, logprob = self._messages.told(len(rows))
+                token, logprob = self._messages.receive_drawn(len(rows))
                 self.state.record(rows, token[None], logprob[None])
 
     @staticmethod
@@ -180,9 +180,9 @@ class ModelRunner:
                 if step + 1 < steps:
                     messages.send(leaving[0])
         if messages.is_last:
-            messages.tell_all(*(torch.stack(column) for column in zip(*drawn, strict=True)))
+            messages.send_drawn(*(torch.stack(column) for column in zip(*drawn, strict=True)))
         yield
-        self.state.record(slice(0, rows), *messages.told(steps, rows))
+        self.state.record(slice(0, rows), *messages.receive_drawn(steps, rows))
 
     def join(self, passes: int) -> Pausing:
         """Take part in as many passes of ranks that share experts, with a token that nobody reads."""

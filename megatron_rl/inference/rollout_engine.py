@@ -30,8 +30,8 @@ from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
+from megatron_rl.platform.collectives import OneStage, StageMessages
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.stages import OneStage, StageMessages
 from megatron_rl.types import Completed, Request
 
 

@@ -27,8 +27,8 @@ from megatron_rl.inference.kv_cache import shared_out
 from megatron_rl.inference.lockstep import drop_unequal_graphs
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.collectives import StageMessages
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.stages import StageMessages
 from megatron_rl.types import Completed, Request
 
 

@@ -159,7 +159,7 @@ def build_model(
     """
     transformer_config = build_transformer_config(config, platform)
     groups = current_groups()
-    layout = config.layout(vocab_size, groups.stage, groups.expert_parallel_group.rank(), head)
+    layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
     chunks = tuple(
         _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
         for chunk in range(config.stages.chunks)

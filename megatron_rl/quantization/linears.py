@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.platform.memory import release, storages_of, take_back
+from megatron_rl.platform.device import release, storages_of, take_back
 from megatron_rl.quantization.copies import (
     ParallelLinear,
     QuantizedLinear,

@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.run_state import Origin, run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.platform.collectives import any_rank, broadcast_json
-from megatron_rl.platform.memory import is_out_of_memory
+from megatron_rl.platform.device import is_out_of_memory
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.run.base import Run

@@ -27,8 +27,8 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.device import DeviceMemory, storages_of
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.memory import DeviceMemory, storages_of
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.memory.cache import CacheResidency, in_words, plan_cache
 from megatron_rl.run.memory.estimate import Estimate, estimate, slot_bytes

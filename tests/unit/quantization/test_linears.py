@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.platform.memory import take_back
+from megatron_rl.platform.device import take_back
 from megatron_rl.quantization.audit import AUDITED_TOKENS, observed
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.shapes import skipped, unmatched_patterns
