@@ -11,7 +11,7 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.attention.kv_format import FP8, rounded_attention
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
@@ -78,5 +78,5 @@ def gap_of(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, engin
     """To a trainer that rounds keys and values as the engine's cache does."""
     if not isinstance(engine, RolloutEngine):
         return gaps(policy, groups, batch, 1.0)
-    with rounded_attention(policy.gpt.decoder.layers, engine.kv_numbers):
+    with rounded_attention(policy.gpt.decoder.layers, engine.kv_format):
         return gaps(policy, groups, batch, 1.0)

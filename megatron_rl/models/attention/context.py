@@ -20,7 +20,7 @@ from megatron_rl.algorithms.batch import Packing
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.backend import PackedKernel
-from megatron_rl.models.attention.plan import PackedPlan, Ropes
+from megatron_rl.models.attention.plan import PackedPlan, Ropes, prepared_for
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ContextPlan(PackedPlan):
     ) -> ContextPlan:
         """``packing`` has a share; tensors of the model are [W, 1, ...]."""
         share = packing.share
-        prepared = {window: kernel.spans.plan(share, window) for window in windows}
+        prepared = {window: prepared_for(window, kernel.spans.prepare, share) for window in windows}
         return cls.build(
             packing.lengths, packing.cu_seqlens, packing.position_ids[share.local], ropes, dtype, kernel,
             prepared=prepared, share=share, context_group=context_group,

@@ -31,7 +31,7 @@ def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor
 
 def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
     kept = (stored[layer][plan.where].flatten(1, 2).transpose(1, 2) for stored in (cache.keys, cache.values))
-    return plan.attend(query, *cache.numbers.unpack(layer, *kept))
+    return plan.attend(query, *cache.format.unpack(layer, *kept))
 
 
 BACKEND = Backend(

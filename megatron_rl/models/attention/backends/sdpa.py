@@ -260,14 +260,14 @@ def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -
     return plan_extend(new.rows, new, new.key_length, cache.dtype, window)
 
 
-def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
+def _prepare_steps(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
     """One mask for all steps: each uncovers one key more. Idle rows may lie beyond all keys; nobody reads theirs."""
     steps, longest = positions.shape[0], cache.max_length
-    reach = min(key_length + steps - 1, longest)
-    whole = plan_decode(positions.shape[1], positions[0], reach, cache.dtype)
+    last_length = min(key_length + steps - 1, longest)
+    whole = plan_decode(positions.shape[1], positions[0], last_length, cache.dtype)
     for step, at in enumerate(positions):
         if step:
-            whole.mask.scatter_(-1, at.clamp_max(reach - 1)[:, None, None, None], 0.0)
+            whole.mask.scatter_(-1, at.clamp_max(last_length - 1)[:, None, None, None], 0.0)
         yield CachePlan(whole.where, whole.mask[..., : min(key_length + step, longest)])
 
 
@@ -279,7 +279,7 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) ->
         keys, values = keys.narrow(0, 0, plan.where), values.narrow(0, 0, plan.where)
     else:
         keys, values = keys.index_select(0, plan.where), values.index_select(0, plan.where)
-    return plan.attend(query, *cache.numbers.unpack(layer, keys, values))
+    return plan.attend(query, *cache.format.unpack(layer, keys, values))
 
 
 BACKEND = Backend(
@@ -287,7 +287,7 @@ BACKEND = Backend(
     problem=anywhere,
     packed=PackedKernel(Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans), windows=True),
     cache=CacheKernel(
-        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst, windows=True
+        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_steps=_prepare_steps, windows=True
     ),
     packed_rank=1,
     cache_rank=1,

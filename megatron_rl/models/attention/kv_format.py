@@ -19,8 +19,8 @@ MARGIN = 4.0
 _SMALLEST, _LARGEST = 2.0**-60, 2.0**60
 
 
-class KVNumbers:
-    """The numbers of one cache. E4M3 codes lie in uint8 tensors, which torch moves on every device.
+class KVFormat:
+    """How one cache stores numbers. E4M3 codes lie in uint8 tensors, which torch moves on every device.
 
     Scales are powers of two: they move the exponent and leave the digits, so which prompts set them matters for
     numbers that are too large (clamped) or below about 1/3500 of the largest (fewer digits), and for no others.
@@ -83,12 +83,12 @@ class KVNumbers:
 
 
 @contextlib.contextmanager
-def rounded_attention(layers: Sequence[torch.nn.Module], numbers: KVNumbers) -> Iterator[None]:
+def rounded_attention(layers: Sequence[torch.nn.Module], kv_format: KVFormat) -> Iterator[None]:
     """Inside, the attention of a model's ``layers`` rounds keys and values in packed batches as a rollout does."""
     attentions = [layer.self_attention for layer in layers]
     try:
         for index, attention in enumerate(attentions):
-            attention.kv_rounding = functools.partial(numbers.round_trip, index)
+            attention.kv_rounding = functools.partial(kv_format.round_trip, index)
         yield
     finally:
         for attention in attentions:
