@@ -113,9 +113,7 @@ def host_available(table: Path = Path("/proc/meminfo")) -> int:
     return int(found[0].split()[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def storages_of(
-    tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()
-) -> list[torch.UntypedStorage]:
+def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> list[torch.UntypedStorage]:
     """The storages behind ``tensors``, each once and in order, but none that one of ``without`` lies in."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in without} | {0}
     found: list[torch.UntypedStorage] = []

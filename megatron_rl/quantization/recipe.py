@@ -53,9 +53,7 @@ class QuantizedWeight:
     def of_expert(self, index: int) -> QuantizedWeight:
         """Views of one weight of a stack."""
         smoothing, operand = (None if held is None else held[index] for held in (self.smoothing, self.operand))
-        return replace(
-            self, codes=self.codes[index], scales=self.scales[index], smoothing=smoothing, operand=operand
-        )
+        return replace(self, codes=self.codes[index], scales=self.scales[index], smoothing=smoothing, operand=operand)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every buffer."""

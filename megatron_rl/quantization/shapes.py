@@ -93,9 +93,7 @@ def _matches(name: str, pattern: str, num_layers: int) -> bool:
     return index < count if edge[1] == "first" else index >= num_layers - count
 
 
-def layer_problems(
-    config: RLConfig, shape_problem: Callable[[int, int, Split | None], str | None]
-) -> list[Problem]:
+def layer_problems(config: RLConfig, shape_problem: Callable[[int, int, Split | None], str | None]) -> list[Problem]:
     """Every pattern that names nothing, and layers that the recipe cannot quantise.
 
     ``shape_problem``: (rows, columns, split) of a rank's part -> why it cannot be quantised like the whole, or None.

@@ -128,7 +128,8 @@ class TrainingRun(Run):
 def start_training(base: Run) -> tuple[Start, StateRegistry]:
     """Weights, optimizer, and the states that the run goes on from; collective."""
     config, quantization = base.config, base.phases.quantization
-    start = start_weights(config, base.policy, base.checkpoints, base.groups, quantization)
+    copies = quantization if quantization.is_quantized else None
+    start = start_weights(config, base.policy, base.checkpoints, base.groups, copies)
     base.answers_end_also_at(start.end_token_ids)
     states = StateRegistry(None if start.saved is None else start.saved.components)
     states.register("settings", Settings(config), optional=True)

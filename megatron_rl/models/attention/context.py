@@ -102,9 +102,7 @@ class _GatheredKeys(torch.autograd.Function):
     """This rank's keys and values to those that its spans see; gradients are summed over the ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: _KeysOfAll
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: _KeysOfAll) -> tuple[torch.Tensor, ...]:
         ctx.kept, ctx.tokens = kept, key.shape[0]
         return kept.gather()
 

@@ -91,9 +91,7 @@ def requirements_of(config: RLConfig) -> Requirements:
     )
 
 
-def attention_of(
-    config: RLConfig, platform: Platform, faults: Mapping[str, str] = MappingProxyType({})
-) -> Attention:
+def attention_of(config: RLConfig, platform: Platform, faults: Mapping[str, str] = MappingProxyType({})) -> Attention:
     """`choose`, for this model on this device."""
     return choose(config.kernels.attention_backend, facts_of(platform.device), requirements_of(config), faults)
 
@@ -243,9 +241,7 @@ def fault_of_cache(
 
 
 @torch.no_grad()
-def _compared(
-    ours: Callable[[], torch.Tensor], twin: Callable[[], torch.Tensor], dtype: torch.dtype
-) -> str | None:
+def _compared(ours: Callable[[], torch.Tensor], twin: Callable[[], torch.Tensor], dtype: torch.dtype) -> str | None:
     expected = twin().float()
     try:
         difference = (ours().float() - expected).abs().max().item()

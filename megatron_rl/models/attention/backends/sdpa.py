@@ -37,9 +37,7 @@ QUERIES_AT_ONCE = 512
 """Of a long span: the mask has as many rows, and keys beyond the last of them are not looked at. Not tuned."""
 
 
-def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets
-) -> torch.Tensor:
+def packed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     """See `PackedKernel.attend`."""
     if len(buckets.rows) == 1:
         return padded_attention(query, key, value, buckets.rows[0], buckets.window)
@@ -71,9 +69,7 @@ def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> t
     return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
 
-def _windowed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
-) -> torch.Tensor:
+def _windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
     """``[B, heads, L, D]`` -> the same: some queries at a time, against no more keys than they see."""
     parts, length = [], query.shape[2]
     for start in range(0, length, QUERIES_AT_ONCE):
@@ -88,9 +84,7 @@ def _windowed_attention(
     return torch.cat(parts, 2)
 
 
-def attend_one_token(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def attend_one_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """One new token a row -> ``[N, 1, query_heads * D]``.
 
     ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive.
@@ -111,9 +105,7 @@ def attend_one_token(
     return output[:, :, :share].reshape(rows, 1, heads * width)
 
 
-def attend_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def attend_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32, differentiable: several tokens a row.
 
     ``query`` [B, heads, L, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` [L, K] or [B, 1, L, K] additive
@@ -129,9 +121,7 @@ def attend_heads(
     return torch.matmul(weights, value).view(count, heads, length, width)
 
 
-def hide_keys(
-    positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
-) -> torch.Tensor:
+def hide_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
     """Additive mask [N, keys]: -inf where a key lies behind the token at ``positions`` [N] or out of its window."""
     columns = torch.arange(keys, device=positions.device)
     mask = torch.zeros(positions.shape[0], keys, dtype=dtype, device=positions.device)
@@ -166,9 +156,7 @@ def plan_decode(
     return CachePlan(where, hide_keys(positions, keys, dtype, window)[:, None, None])
 
 
-def plan_extend(
-    where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None
-) -> CachePlan:
+def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None) -> CachePlan:
     """The same for several tokens a sequence."""
     rows = PaddedRows.build(new.lengths, new.cu_seqlens, new.offsets)
     mask = hide_keys(new.position_ids.index_select(0, rows.gather), keys, dtype, window)
@@ -224,9 +212,7 @@ def prepare_spans(share: ContextShare, window: int | None = None) -> list[_Spans
     return found
 
 
-def _short_spans(
-    queries: Sequence[int], keys: Sequence[int], device: torch.device, window: int | None
-) -> _Spans:
+def _short_spans(queries: Sequence[int], keys: Sequence[int], device: torch.device, window: int | None) -> _Spans:
     rows, key_rows = (_rows_of(lengths, device) for lengths in (queries, keys))
     seen_by_first = torch.tensor([key - query for query, key in zip(queries, keys, strict=True)], device=device)
     positions = seen_by_first[:, None] + torch.arange(rows.longest, device=device)
@@ -241,18 +227,14 @@ def _rows_of(lengths: Sequence[int], device: torch.device) -> PaddedRows:
     return PaddedRows.build(lengths, borders, offsets)
 
 
-def attend_spans(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]
-) -> torch.Tensor:
+def attend_spans(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]) -> torch.Tensor:
     """See `SpanKernel.attend`."""
     queries = query.split([part.queries for part in spans])
     keys, values = (packed.split([part.keys for part in spans]) for packed in (key, value))
     return torch.cat([part.attend(*own) for part, *own in zip(spans, queries, keys, values, strict=True)])
 
 
-def _prepare_decode(
-    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
-) -> CachePlan:
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> CachePlan:
     return plan_decode(positions.shape[0], positions, key_length, cache.dtype, window)
 
 

@@ -67,9 +67,7 @@ def _spans(share: ContextShare, window: int | None = None) -> Call:
     )  # fmt: skip
 
 
-def _prepare_decode(
-    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
-) -> Call:
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> Call:
     rows = positions.shape[0]
     borders = torch.arange(rows + 1, dtype=torch.int32, device=positions.device)
     table, lengths = cache.table[:rows], (positions + 1).int()
