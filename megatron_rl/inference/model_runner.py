@@ -118,10 +118,9 @@ class ModelRunner:
         cu_seqlens = self._to_device([0, *accumulate(lengths)], torch.int32)
         positions = self._to_device([i for c in chunks for i in range(c.start, c.end)])
         leaders = self._to_device([chunk.rows[0] for chunk in chunks])
-        cached = chunks[0].start > 0
-        offsets = self._to_device([i for length in lengths for i in range(length)]) if cached else positions
         key_length = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
-        self.context.begin_prompts(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, key_length), cached)
+        new = NewTokens(leaders, lengths, cu_seqlens, positions, key_length)
+        self.context.begin_prompts(new, cached=chunks[0].start > 0)
         return self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]]), positions
 
     def _begin(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, list[int]]:

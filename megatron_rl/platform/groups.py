@@ -85,36 +85,6 @@ class ParallelGroups:
         """Index among the ranks of this machine."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
-    @property
-    def tensor_rank(self) -> int:
-        """Index in `tensor_group`."""
-        return self.tensor_group.rank()
-
-    @property
-    def tensor_size(self) -> int:
-        """Number of ranks in `tensor_group`."""
-        return self.tensor_group.size()
-
-    @property
-    def context_rank(self) -> int:
-        """Index in `context_group`."""
-        return self.context_group.rank()
-
-    @property
-    def context_size(self) -> int:
-        """Number of ranks in `context_group`."""
-        return self.context_group.size()
-
-    @property
-    def data_rank(self) -> int:
-        """Index in `data_group`."""
-        return self.data_group.rank()
-
-    @property
-    def data_size(self) -> int:
-        """Number of ranks in `data_group`."""
-        return self.data_group.size()
-
     def part_of(self, parameter: Parameter) -> int:
         """Which of the parts of a parameter this rank has, from 0."""
         return (self.experts.tensor if parameter.is_of_an_expert else self.tensor_group).rank()

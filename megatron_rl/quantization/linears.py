@@ -122,13 +122,14 @@ class QuantizedLinears:
     @property
     def held_bytes(self) -> int:
         """On the device now: `stored_bytes` and what only CPUs need, or next to nothing after `release`."""
-        tensors = [tensor for layer in self.layers for tensor in layer.weight.tensors()]
+        tensors = (tensor for layer in self.layers for tensor in layer.weight.tensors)
         return sum(storage.nbytes() for storage in storages_of(tensors))
 
     def release(self) -> None:
         """Give up the memory of the codes until the next `refresh`, which takes it at other addresses."""
-        codes = [(layer.weight.codes, layer.weight.operand) for layer in self.layers]
-        for storage in storages_of(tensor for pair in codes for tensor in pair if tensor is not None):
+        weights = [layer.weight for layer in self.layers]
+        codes = [codes for q in weights for codes in (q.codes, q.operand) if codes is not None]
+        for storage in storages_of(codes):
             self._released.append((storage, storage.nbytes()))
             release(storage)
         self._stale = True
@@ -148,15 +149,12 @@ class QuantizedLinears:
             take_back(storage, size).zero_()  # a refresh does not write the padding
         self._released = []
         shared = self._shared_amax()
-        finite = []
         for layer in self.layers:
-            q = layer.weight
-            self.recipe.encode(layer.parameter, shared.get(layer.name), q)
-            finite.append((q.scales.isfinite() & (q.scales > 0)).all())
+            self.recipe.encode(layer.parameter, shared.get(layer.name), layer.weight)
         # The one host read of a refresh: a NaN must not become a rollout of noise.
-        bad = []
-        if finite and not bool(torch.stack(finite).all()):
-            bad = [layer.name for layer, good in zip(self.layers, finite, strict=True) if not good][:1]
+        scales = [layer.weight.scales for layer in self.layers]
+        good = torch.stack([(each.isfinite() & (each > 0)).all() for each in scales]).tolist() if scales else []
+        bad = [layer.name for layer, is_good in zip(self.layers, good, strict=True) if not is_good][:1]
         if self._lockstep_group is not None:  # a rank that raised alone would leave the others waiting in the rollout
             bad = [name for names in gather_json(bad, self._lockstep_group) for name in names]
         if bad:

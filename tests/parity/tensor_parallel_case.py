@@ -41,7 +41,7 @@ def on_ranks(tensor_size: int) -> dict[str, dict[str, Any]]:
 def fingerprints_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, int]:
     """Of weights as they are drawn, by the rows that the vocabulary of 32 tokens is padded to."""
     configs = {
-        rows: tiny_config(groups.world_size, **changes, make_vocab_size_divisible_by=rows // groups.tensor_size)
+        rows: tiny_config(groups.world_size, **changes, make_vocab_size_divisible_by=rows // groups.tensor_group.size())
         for rows in (32, 40)
     }
     return {str(rows): weights_fingerprint(tiny_policy(config), groups) for rows, config in configs.items()}

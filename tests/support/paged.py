@@ -84,7 +84,6 @@ class FilledPages:
             rows=self._tensor(slots),
             lengths=counts,
             cu_seqlens=torch.tensor([0, *counts], device=self.device).cumsum(0).int(),
-            offsets=torch.cat([torch.arange(count, device=self.device) for count in counts]),
             position_ids=torch.cat([torch.arange(*span, device=self.device) for span in spans]),
             key_length=max(self.lengths),
         )

@@ -28,10 +28,10 @@ def write_ours(root: Path, state: RunState, optimization: Optimization, groups: 
     pieces, content["optimizer"] = save_preprocess(whole, validate_access_integrity=False)
     content["optimizer_state"] = {piece_name(piece): piece.data for piece in nested_values(pieces)}
     split = Split(
-        groups.tensor_size, groups.pipeline_group.size(), groups.experts.parallel.size(),
+        groups.tensor_group.size(), groups.pipeline_group.size(), groups.experts.parallel.size(),
         groups.experts.tensor.size() if groups.experts.parallel.size() > 1 else 1,
     )  # fmt: skip
-    folder = directory / split.name(groups.tensor_rank, groups.stage, groups.experts.parallel.rank())
+    folder = directory / split.name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
     if dist.get_global_rank(groups.lockstep_group, 0) == 0:  # such ranks hold all parameters between them
         folder.mkdir(parents=True)
         torch.save(content, folder / MODEL_FILE)

@@ -76,8 +76,6 @@ class NewTokens:
     """New tokens of each sequence, known to the host."""
     cu_seqlens: torch.Tensor
     """[S + 1] int32, their borders."""
-    offsets: torch.Tensor
-    """[T] int64, counted from each sequence's first new token."""
     position_ids: torch.Tensor
     """[T] int64 within the whole sequence."""
     key_length: int

@@ -289,7 +289,6 @@ def _new_tokens(lengths: tuple[int, ...], device: torch.device) -> NewTokens:
         rows=torch.arange(len(lengths), device=device),
         lengths=news,
         cu_seqlens=torch.tensor([0, *news], device=device).cumsum(0).int(),
-        offsets=torch.cat([torch.arange(new, device=device) for new in news]),
         position_ids=torch.cat(positions),
         key_length=max(lengths),
     )

@@ -67,7 +67,6 @@ def test_extend(name: str, spans: list[tuple[int, int]], stored: torch.dtype | N
         rows=torch.tensor(slots),
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        offsets=torch.cat([torch.arange(length) for length in lengths]),
         position_ids=torch.cat([torch.arange(*span) for span in spans]),
         key_length=max(end for _, end in spans),
     )

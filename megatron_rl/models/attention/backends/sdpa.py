@@ -71,17 +71,18 @@ def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> t
 
 def _windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
     """``[B, heads, L, D]`` -> the same: some queries at a time, against no more keys than they see."""
-    parts, length = [], query.shape[2]
-    for start in range(0, length, QUERIES_AT_ONCE):
-        end, first = min(start + QUERIES_AT_ONCE, length), max(0, start - window + 1)
+    parts, end = [], 0
+    for part in query.split(QUERIES_AT_ONCE, dim=2):
+        start, end = end, end + part.shape[2]
+        first = max(0, start - window + 1)
         positions = torch.arange(start - first, end - first, device=query.device)
         mask = hide_keys(positions, end - first, query.dtype, window)
-        parts.append(
-            functional.scaled_dot_product_attention(
-                query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], attn_mask=mask, enable_gqa=True
-            )
-        )
+        parts.append(_masked(part, key[:, :, first:end], value[:, :, first:end], mask))
     return torch.cat(parts, 2)
+
+
+def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
 def attend_one_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -158,7 +159,7 @@ def plan_decode(
 
 def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None) -> CachePlan:
     """The same for several tokens a sequence."""
-    rows = PaddedRows.build(new.lengths, new.cu_seqlens, new.offsets)
+    rows = PaddedRows.build(new.lengths, new.cu_seqlens)
     mask = hide_keys(new.position_ids.index_select(0, rows.gather), keys, dtype, window)
     return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
 
@@ -181,16 +182,11 @@ class _Spans:
         if self.padded is not None:
             return self.padded.attend(query, self.key_rows.pad(key), self.key_rows.pad(value))
         query, key, value = (packed.permute(1, 2, 0, 3) for packed in (query, key, value))
-        done, parts = 0, []
+        parts, seen = [], self.keys - self.queries
         for part in query.split(self.mask.shape[0], dim=2):
-            done += part.shape[2]
-            seen = self.keys - self.queries + done
+            seen += part.shape[2]
             mask = self.mask[-part.shape[2] :, -seen:].to(query.dtype)
-            parts.append(
-                functional.scaled_dot_product_attention(
-                    part, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, enable_gqa=True
-                )
-            )
+            parts.append(_masked(part, key[:, :, :seen], value[:, :, :seen], mask))
         return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
 
@@ -205,7 +201,7 @@ def prepare_spans(share: ContextShare, window: int | None = None) -> list[_Spans
         queries, keys = zip(*run, strict=True)
         if are_short:
             borders = cheapest_borders(keys, cells)
-            parts = zip(borders, borders[1:], strict=False)
+            parts = itertools.pairwise(borders)
             found += [_short_spans(queries[first:end], keys[first:end], device, window) for first, end in parts]
         else:
             found += [_Spans(*sizes, mask=corner) for sizes in zip(queries, keys, strict=True)]
@@ -223,8 +219,7 @@ def _short_spans(queries: Sequence[int], keys: Sequence[int], device: torch.devi
 
 def _rows_of(lengths: Sequence[int], device: torch.device) -> PaddedRows:
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    offsets = torch.cat([torch.arange(length, device=device) for length in lengths])
-    return PaddedRows.build(lengths, borders, offsets)
+    return PaddedRows.build(lengths, borders)
 
 
 def attend_spans(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]) -> torch.Tensor:
