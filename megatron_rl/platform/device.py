@@ -1,7 +1,4 @@
-"""The device of this process: the few operations that differ between devices, its memory, and running out of it.
-
-Tensors in a storage that is released and taken back, and all views of them, stay the same objects.
-"""
+"""The device of this process: operations that differ between devices, its memory, and running out of it."""
 
 from __future__ import annotations
 
@@ -72,8 +69,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reason_of(error: BaseException) -> str:
     """What the allocator said, on one line."""
     text = " ".join(str(error).split())
-    _, found, host = text.partition("DefaultCPUAllocator: ")
-    text = host if found else text
+    text = text.rpartition("DefaultCPUAllocator: ")[2]
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 4].rstrip() + " ..."
 
 
@@ -131,7 +127,7 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def release(storage: torch.UntypedStorage) -> None:
-    """Give the memory up. Reading a tensor in it is an error of the caller until it is back."""
+    """Give the memory up until `take_back`: tensors in it and their views stay, but nobody may read them."""
     storage.resize_(0)
 
 

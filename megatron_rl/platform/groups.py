@@ -65,8 +65,8 @@ class ParallelGroups:
     lockstep_group: dist.ProcessGroup
     """Ranks whose forward and backward passes go together: a copy of the model, and whoever shares experts with it."""
     loss_group: dist.ProcessGroup
-    """Training replicas and their stages, of one context-parallel rank each: what the last stages know of a loss, added
-    up over it, all ranks know."""
+    """Training replicas and their stages, one context-parallel rank of each: a sum over it of what the last stages know
+    of a loss tells all ranks."""
     ring: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
     """From the stage before, and to the one after, the first stage being after the last; None with one stage."""
 
@@ -134,9 +134,8 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
         torch.cuda.set_device(platform.device)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
-    backend = platform.distributed_backend
-    if config.distributed_backend not in ("auto", ""):
-        backend = config.distributed_backend
+    asked = config.distributed_backend
+    backend = platform.distributed_backend if asked in ("auto", "") else asked
     # Of all groups later than the watchdog of the training loop, which says where each rank waits.
     minutes = config.distributed_timeout_minutes + 1
     timeout = datetime.timedelta(minutes=minutes)

@@ -39,10 +39,10 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear | Stack
     """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
 
     ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers and experts are counted over all
-    ranks. The experts of a stack have names of their own, each with the stack, in its order.
-    Embedding, output head, norms and router are not among them: they stay as they are.
+    ranks. The experts of a stack have names of their own, each with the stack, in its order. Embedding, output head,
+    norms and router are not among them: they stay as they are.
     """
-    found = {}
+    found: dict[str, ParallelLinear | StackedLinear] = {}
     for layer in (layer for chunk in _chunks(model) for layer in chunk.decoder.layers):
         prefix, stacks = f"layers.{layer.layer_number - 1}", {}
         for name, module in layer.named_modules():
@@ -121,7 +121,7 @@ class QuantizedLinears:
 
     @property
     def held_bytes(self) -> int:
-        """On the device now: `stored_bytes` and what only CPUs need, or next to nothing after `release`."""
+        """On the device now, with what only CPUs need; next to nothing after `release`."""
         tensors = (tensor for layer in self.layers for tensor in layer.weight.tensors)
         return sum(storage.nbytes() for storage in storages_of(tensors))
 
