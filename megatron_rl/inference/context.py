@@ -68,9 +68,7 @@ class RolloutContext(BaseInferenceContext):
             }
         else:
             packed = new.lengths, new.cu_seqlens, new.position_ids
-            self._prompts = PackedPlan.build(
-                *packed, self._ropes, self._dtype, self._kernels.packed, self._windows
-            )
+            self._prompts = PackedPlan.build(*packed, self._ropes, self._dtype, self._kernels.packed, self._windows)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
         """Decode steps without a host read, ``positions`` [k, N] in rows 0..N-1, each one further than the last.

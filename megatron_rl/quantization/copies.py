@@ -92,10 +92,7 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         """Forward passes through the quantised product; replays of a captured graph are not among them."""
 
     def forward(
-        self,
-        input_: torch.Tensor | PackedActivations,
-        weight: Any = None,
-        runtime_gather_output: bool | None = None,
+        self, input_: torch.Tensor | PackedActivations, weight: Any = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the module's: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it.
 

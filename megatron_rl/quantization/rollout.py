@@ -149,12 +149,11 @@ class RolloutQuantization:
             return
         own = self._smoothing
         saved = {name: value for name, value in state.items() if name.startswith(_SMOOTHING)}
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
-            return
-        for name, factors in own.items():
-            factors.copy_(saved[name])
-        self.linears.weights_changed()
-        self.wants_calibration = False
+        if {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in saved.items()}:
+            for name, factors in own.items():
+                factors.copy_(saved[name])
+            self.linears.weights_changed()
+            self.wants_calibration = False
 
     @property
     def _smoothing(self) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.backend import CacheKernel, KVCache, PackedKernel
-from megatron_rl.models.attention.backends import sdpa
 
 Turns = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Name of a rotation -> cos and sin, [N, 1, 1, R] each, of N tokens."""
@@ -120,7 +119,7 @@ class PackedPlan(PackedSeqParams):
         position_ids: torch.Tensor,
         ropes: Ropes,
         dtype: torch.dtype,
-        kernel: PackedKernel = sdpa.BACKEND.packed,
+        kernel: PackedKernel,
         windows: Iterable[int | None] = (None,),
         **further: Any,
     ) -> PackedPlan:
@@ -128,18 +127,12 @@ class PackedPlan(PackedSeqParams):
 
         ``windows`` are those of the layers, None for those without.
         """
-        packed = lengths, cu_seqlens, position_ids
-        longest = max(lengths)
+        packed, longest = (lengths, cu_seqlens, position_ids), max(lengths)
         return cls(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            turns=turns_at(ropes, position_ids, dtype),
-            kernel=kernel,
+            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
+            max_seqlen_kv=longest, turns=turns_at(ropes, position_ids, dtype), kernel=kernel,
             **further or {"prepared": {window: prepared_for(window, kernel.prepare, *packed) for window in windows}},
-        )
+        )  # fmt: skip
 
     def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
         """See `AttentionPlan`."""
