@@ -50,7 +50,7 @@ def supervised_step(run: SupervisedRun, step: int) -> StepResult:
     skipped = run.source.skipped_too_long
     with run.timer.phase("data"):
         batch = run.source.draw(run.config.training.global_batch_size)
-        mine = batch[run.groups.data_rank :: run.groups.data_size]
+        mine = batch[run.groups.data_group.rank() :: run.groups.data_group.size()]
         micro_batches = run.batches.pack(mine, seed=step)
     with naming_memory(run.config, "update"), run.phases.update():
         outcome = run.trainer.step(micro_batches)

@@ -293,7 +293,7 @@ def weights_fingerprint(policy: PolicyModel, groups: ParallelGroups, dtype: torc
 
     def share(name: str, values: torch.Tensor) -> torch.Tensor:
         if name in over_the_vocabulary:
-            values = values[: max(0, policy.vocab_size - groups.tensor_rank * len(values))]
+            values = values[: max(0, policy.vocab_size - groups.tensor_group.rank() * len(values))]
         values = values.to(dtype or values.dtype)
         bits = values.view(_WHOLE_NUMBERS[values.element_size()])
         return (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)

@@ -40,7 +40,7 @@ def _optimizer_state(
     directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization
 ) -> dict[str, Any]:
     """In the form that this model's optimizer takes."""
-    own = split_of(directory).name(groups.tensor_rank, groups.stage, groups.expert_parallel_group.rank())
+    own = split_of(directory).name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
     content = read_models(directory / own / MODEL_FILE, mapped=False)
     pieces, rest, stacks = load_preprocess(sharded_state(policy, optimization, loading=True)["optimizer"])
     pieces, _ = extract_sharded_base(pieces)

@@ -139,15 +139,14 @@ def kernels() -> Iterator[Finding]:
     """Attention kernels, tried against plain torch."""
     import torch
 
-    from megatron_rl.models.attention.backend import Numbers
-    from megatron_rl.models.attention.selection import facts_of
-    from megatron_rl.models.attention.self_check import fault_of_cache, fault_of_packed
+    from megatron_rl.models.attention.backend import Requirements
+    from megatron_rl.models.attention.selection import facts_of, fault_of_cache, fault_of_packed
     from megatron_rl.platform import current_platform
     from megatron_rl.registry import BACKENDS
 
     device = current_platform().device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape = Numbers(dtype, dtype, 64), 4, 2, device
+    shape = Requirements(dtype, dtype, 64), 4, 2, device
     for name in BACKENDS.names():
         backend = BACKENDS.get(name)
         absent = backend.problem(facts_of(device))

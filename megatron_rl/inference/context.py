@@ -11,7 +11,7 @@ from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models.attention.backend import NewTokens
-from megatron_rl.models.attention.plan import PackedPlan, rotate, turns_at
+from megatron_rl.models.attention.plan import PackedPlan, prepared_for, prepared_steps, rotate, turns_at
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.megatron import last_logits_only
@@ -61,13 +61,14 @@ class RolloutContext(BaseInferenceContext):
         if cached:
             self._prompts = None
             self._turns = turns_at(self._ropes, new.position_ids, self._dtype)
-            self._attend = self._kernels.cache.extend
-            self._plans = {window: self._kernels.cache.plan_extend(self.cache, new, window) for window in self._windows}
+            kernel = self._kernels.cache
+            self._attend = kernel.extend
+            self._plans = {
+                window: prepared_for(window, kernel.prepare_extend, self.cache, new) for window in self._windows
+            }
         else:
             packed = new.lengths, new.cu_seqlens, new.position_ids
-            self._prompts = PackedPlan.build(
-                *packed, self._ropes, self._dtype, self._kernels.packed, self._windows
-            )
+            self._prompts = PackedPlan.build(*packed, self._ropes, self._dtype, self._kernels.packed, self._windows)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
         """Decode steps without a host read, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
@@ -82,8 +83,9 @@ class RolloutContext(BaseInferenceContext):
             name: [table.view(steps, count, 1, 1, -1) for table in tables]
             for name, tables in turns_at(self._ropes, positions.view(-1), self._dtype).items()
         }
-        plans = [self._kernels.cache.plans(self.cache, positions, key_length, window) for window in self._windows]
-        self._attend = self._kernels.cache.decode
+        kernel = self._kernels.cache
+        plans = [prepared_steps(kernel, window, self.cache, positions, key_length) for window in self._windows]
+        self._attend = kernel.decode
         cells = self.cache.cells(rows, positions) if self._records else itertools.repeat(None, steps)
         each = ({name: (cos[step], sin[step]) for name, (cos, sin) in turns.items()} for step in range(steps))
         self._steps = zip(zip(*plans, strict=True), self.cache.slot_mapping(rows, positions), cells, each, strict=True)
@@ -105,12 +107,12 @@ class RolloutContext(BaseInferenceContext):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
     ) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
-        index, numbers = self._place[layer], self.cache.numbers
+        index, kv_format = self._place[layer], self.cache.format
         if self._last_tokens is not None:
-            numbers.calibrate(index, key, value)
+            kv_format.calibrate(index, key, value)
         self.cache.write(index, self._slots, key, value)
         if self._prompts is not None:
-            return self._prompts.attend(layer, query, *numbers.round_trip(index, key, value), kind)
+            return self._prompts.attend(layer, query, *kv_format.round_trip(index, key, value), kind)
         return self._attend(query, self.cache, index, self._plans[kind.window])
 
     # -- asked by RolloutLayer -----------------------------------------------------------------
@@ -132,7 +134,7 @@ class RolloutContext(BaseInferenceContext):
         from megatron_rl.models.kernels import rotate_store
 
         cache, index = self.cache, self._place[layer]
-        stored = cache.keys[index], cache.values[index], self._slots, *cache.numbers.scales(index)
+        stored = cache.keys[index], cache.values[index], self._slots, *cache.format.scales(index)
         query = rotate_store(mixed, *self._turns[kind.rotation], query_norm, key_norm, *stored)
         return self._attend(query, cache, index, self._plans[kind.window])
 

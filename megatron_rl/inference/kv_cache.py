@@ -23,7 +23,7 @@ from megatron_rl.families.layout import LayerCache, ModelLayout
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
-from megatron_rl.models.attention.kv_numbers import KVNumbers
+from megatron_rl.models.attention.kv_format import KVFormat
 from megatron_rl.models.gpt import PolicyModel
 
 
@@ -45,16 +45,16 @@ class Cache(ABC):
         device: torch.device,
         stored: torch.dtype | None,
     ) -> None:
-        """``shape`` of a layer's keys or values by width; ``dtype`` of the model; ``stored`` as in `KVNumbers`."""
+        """``shape`` of a layer's keys or values by width; ``dtype`` of the model; ``stored`` as in `KVFormat`."""
         self.max_length = max_length
         self.dtype = dtype
         self.device = device
-        self.numbers = KVNumbers(len(layers), layers[0].heads, dtype, stored, device)
+        self.format = KVFormat(len(layers), layers[0].heads, dtype, stored, device)
         self.rows = torch.arange(rows, device=device)
 
         # Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN.
         def zeros(layer: LayerCache, width: int) -> torch.Tensor:
-            return torch.zeros(shape(layer, width), dtype=self.numbers.storage, device=device)
+            return torch.zeros(shape(layer, width), dtype=self.format.storage, device=device)
 
         self.keys = [zeros(layer, layer.key_width) for layer in layers]
         self.values = [zeros(layer, layer.value_width) for layer in layers]
@@ -72,7 +72,7 @@ class Cache(ABC):
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
-        for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
+        for held, new in zip((self.keys[layer], self.values[layer]), self.format.pack(layer, key, value), strict=True):
             place = held.shape[-self.place_dims :]
             held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
 

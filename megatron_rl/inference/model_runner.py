@@ -29,7 +29,7 @@ from megatron_rl.inference.scheduler import Chunk
 from megatron_rl.models.attention.backend import NewTokens
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout import RolloutForward
-from megatron_rl.platform.stages import OneStage, StageMessages
+from megatron_rl.platform.collectives import OneStage, StageMessages
 
 if TYPE_CHECKING:
     from megatron_rl.inference.graphs import DecodeGraphs
@@ -82,10 +82,10 @@ class ModelRunner:
             logits = yield from self._through(ids, partial(self._forward.chunk, positions=positions))
             rows, places = self._begin(batch)
             if len(rows) and self._messages.is_last:
-                self._messages.tell_all(*self._first_tokens(logits, rows, places, modes))
+                self._messages.send_drawn(*self._first_tokens(logits, rows, places, modes))
             yield
             if len(rows):
-                token, logprob = self._messages.told(len(rows))
+                token, logprob = self._messages.receive_drawn(len(rows))
                 self.state.record(rows, token[None], logprob[None])
 
     @staticmethod
@@ -118,10 +118,9 @@ class ModelRunner:
         cu_seqlens = self._to_device([0, *accumulate(lengths)], torch.int32)
         positions = self._to_device([i for c in chunks for i in range(c.start, c.end)])
         leaders = self._to_device([chunk.rows[0] for chunk in chunks])
-        cached = chunks[0].start > 0
-        offsets = self._to_device([i for length in lengths for i in range(length)]) if cached else positions
         key_length = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
-        self.context.begin_prompts(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, key_length), cached)
+        new = NewTokens(leaders, lengths, cu_seqlens, positions, key_length)
+        self.context.begin_prompts(new, cached=chunks[0].start > 0)
         return self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]]), positions
 
     def _begin(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, list[int]]:
@@ -180,9 +179,9 @@ class ModelRunner:
                 if step + 1 < steps:
                     messages.send(leaving[0])
         if messages.is_last:
-            messages.tell_all(*(torch.stack(column) for column in zip(*drawn, strict=True)))
+            messages.send_drawn(*(torch.stack(column) for column in zip(*drawn, strict=True)))
         yield
-        self.state.record(slice(0, rows), *messages.told(steps, rows))
+        self.state.record(slice(0, rows), *messages.receive_drawn(steps, rows))
 
     def join(self, passes: int) -> Pausing:
         """Take part in as many passes of ranks that share experts, with a token that nobody reads."""

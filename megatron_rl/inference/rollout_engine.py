@@ -30,8 +30,8 @@ from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
+from megatron_rl.platform.collectives import OneStage, StageMessages
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.stages import OneStage, StageMessages
 from megatron_rl.types import Completed, Request
 
 
@@ -50,7 +50,7 @@ class RolloutEngine(Engine):
         """``groups``: None is one rank. ``messages``: to the other pipeline stages, of which this is a lane."""
         self._options = options = possible_graphs(options, policy)
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
-        self.kv_numbers = self.cache.numbers
+        self.kv_format = self.cache.format
         self._scheduler = Scheduler(
             self.max_batch_size, options.prefill_token_budget, self._blocks, options.steps_per_host_read
         )
@@ -212,7 +212,7 @@ class RolloutEngine(Engine):
 
     def begin(self, seed: int, policy_version: int) -> None:
         self.abort()
-        self.cache.numbers.begin()
+        self.cache.format.begin()
         self._seed, self._policy_version, self._submitted = seed, policy_version, 0
         self.statistics = EngineStatistics()
 

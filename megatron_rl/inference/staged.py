@@ -27,8 +27,8 @@ from megatron_rl.inference.kv_cache import shared_out
 from megatron_rl.inference.lockstep import drop_unequal_graphs
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.collectives import StageMessages
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.stages import StageMessages
 from megatron_rl.types import Completed, Request
 
 
@@ -47,9 +47,9 @@ class StagedEngine(Engine):
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
         self.lanes = [RolloutEngine(policy, size, stop_token_ids, decode_text, groups, messages) for size in sizes]
         self.max_batch_size = sum(lane.max_batch_size for lane in self.lanes)
-        self.kv_numbers = self.lanes[0].kv_numbers
+        self.kv_format = self.lanes[0].kv_format
         for lane in self.lanes:
-            lane.cache.numbers = self.kv_numbers
+            lane.cache.format = self.kv_format
         self._next = deque(self.lanes)
         self._shares_experts = groups.shares_experts
         if self._shares_experts:

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
-from megatron_rl.quantization.stacks import StackedLinear
+from megatron_rl.quantization.copies import StackedLinear
 
 if TYPE_CHECKING:
     from megatron_rl.models.rollout import RolloutPlan

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import Architecture, Head, ModelLayout
 from megatron_rl.models.attention.plan import Ropes, RopeTable
-from megatron_rl.models.attention.selection import Attention, checked_attention, numbers_of
+from megatron_rl.models.attention.selection import Attention, checked_attention, requirements_of
 from megatron_rl.models.ends import ValueHead, scale_embedding
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
 from megatron_rl.models.spec import block_spec, fp8_settings
@@ -118,8 +118,8 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             output_layer_init_method=leave_undrawn,
             embedding_init_method=leave_undrawn,
             use_cpu_initialization=kernels.use_cpu_initialization or not platform.is_cuda,
-            params_dtype=numbers_of(config).dtype,
-            **pipeline_settings(config.stages, numbers_of(config).dtype, platform.is_cuda),
+            params_dtype=requirements_of(config).dtype,
+            **pipeline_settings(config.stages, requirements_of(config).dtype, platform.is_cuda),
             bf16=config.precision.bf16,
             transformer_impl=kernels.transformer_impl,
             **fp8_settings(config),
@@ -159,7 +159,7 @@ def build_model(
     """
     transformer_config = build_transformer_config(config, platform)
     groups = current_groups()
-    layout = config.layout(vocab_size, groups.stage, groups.expert_parallel_group.rank(), head)
+    layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
     chunks = tuple(
         _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
         for chunk in range(config.stages.chunks)

@@ -245,7 +245,7 @@ def _write(left, right, rest, to, place, scales, group, chosen, near, far, beyon
 
 @triton.jit
 def _stored(numbers, cache, scales, group):
-    """As `KVNumbers.pack`."""
+    """As `KVFormat.pack`."""
     if scales is None:
         stored = numbers.to(cache.dtype.element_ty)
     else:

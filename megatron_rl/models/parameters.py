@@ -74,7 +74,7 @@ def sum_over_model(
         for kind in (True, False)
     )
     totals = torch.stack([of_experts, others]).cpu()
-    dist.all_reduce(totals[0], group=groups.expert_group)
+    dist.all_reduce(totals[0], group=groups.experts.whole)
     dist.all_reduce(totals[1], group=groups.model_group)
     return totals.sum()
 

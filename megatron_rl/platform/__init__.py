@@ -1,12 +1,79 @@
 """The hardware under the run, and what megatron-core needs to run on it.
 
-Importing this package prepares megatron-core (`prepare`), so every package of ours that imports
-megatron imports this one first.
+Importing this package makes megatron-core importable and runnable on this machine (`prepare`), so every package of ours
+that imports megatron imports this one first.
 """
 
-from megatron_rl.platform.device import Platform, current_platform
-from megatron_rl.platform.prepare import prepare
+from __future__ import annotations
 
-prepare()
+import functools
+import logging
+import os
+import warnings
+
+import torch
+
+from megatron_rl.platform.device import Platform, current_platform
 
 __all__ = ["Platform", "current_platform", "prepare"]
+_USELESS = {
+    "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
+    # From 0.19 on, for every model: its successor's norms need Transformer Engine.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+}
+"""Logger, and what of it says nothing that the user could act on."""
+
+
+@functools.cache
+def prepare() -> None:
+    """Patch torch and megatron-core where this machine needs it; later calls do nothing.
+
+    With a GPU only the gaps of megatron-core are closed (see `_close_gaps`); without one
+    `cpu.install` makes the ``torch.cuda`` calls it hard-codes harmless.
+    """
+    # One thread a rank unless the user says otherwise: ranks that fight for cores are slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Apex is not installed", "TE is not installed", ...
+        if torch.cuda.is_available():
+            import megatron.core
+        else:
+            from megatron_rl.platform import cpu
+
+            cpu.install()
+        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401  (the rest of the warnings)
+
+        _close_gaps()
+    for logger, message in _USELESS.items():
+        logging.getLogger(logger).addFilter(lambda record, useless=message: useless not in record.getMessage())
+
+
+def _close_gaps() -> None:
+    """Places where megatron-core needs a package it should not need."""
+    import megatron.core.transformer.attention as attention
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    # Dynamic-batching attention asserts flash-attn; our SelfAttention supplies the kernel.
+    attention.HAVE_FA3 = True
+    # Its one use of einops there: "s b h d -> s b (h d)" on that kernel's output.
+    if attention.rearrange is None:
+        attention.rearrange = lambda heads, _pattern: heads.flatten(2)
+    # Without Transformer Engine the router's linear raises NameError on this name.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Without Transformer Engine and Apex the host reads the norm of every parameter's gradient.
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_without_a_read
+
+
+def _norm_without_a_read(
+    _chunk_size: int, _overflow: torch.Tensor, tensors: list[list[torch.Tensor]], _per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """As Apex's ``multi_tensor_l2norm``: the norm of all tensors together, [1] fp32 on their device."""
+    norms = torch._foreach_norm(tensors[0], 2, torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+prepare()

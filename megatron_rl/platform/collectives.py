@@ -1,13 +1,17 @@
-"""Small host-side exchanges between ranks: flags, maxima and JSON values. Nothing is pickled."""
+"""Exchanges between ranks: flags, maxima and JSON values on the host (nothing is pickled), and messages of stages."""
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron_rl.platform.groups import ParallelGroups
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -80,3 +84,79 @@ def _text_of(value: Any) -> torch.Tensor:
 
 def _value_of(text: torch.Tensor) -> Any:
     return json.loads(text.numpy().tobytes())
+
+
+class StageMessages:
+    """Messages between the pipeline stages of a copy of the model, as rollouts need them.
+
+        first ──hidden──► ... ──hidden──► last
+          ▲                                 │
+          └──────ids (or hidden)────────────┘       what was drawn goes from the last stage to all
+
+    Shapes follow from what all stages know, so nothing but payload travels. A send returns at once; receives are in the
+    order of the sends.
+    """
+
+    def __init__(self, groups: ParallelGroups, device: torch.device, in_flight: int) -> None:
+        """``in_flight``: sends that need not have arrived when the next one begins."""
+        self._stages = groups.pipeline_group
+        self._from_previous, self._to_next = groups.ring
+        ranks = dist.get_process_group_ranks(self._stages)
+        self._last = ranks[-1]
+        self._previous, self._next = ranks[groups.stage - 1], ranks[(groups.stage + 1) % len(ranks)]
+        self._device, self._in_flight = device, in_flight
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._own: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self.is_first, self.is_last = groups.stage == 0, groups.stage == len(ranks) - 1
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """To the next stage, from the last one to the first."""
+        self._keep(dist.isend(tensor, self._next, group=self._to_next), tensor)
+
+    def receive(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """From the stage before."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.recv(tensor, self._previous, group=self._from_previous)
+        return tensor
+
+    def send_drawn(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """From the last stage: ids int64 and log-probs fp32 of one shape; every stage calls `receive_drawn` for it."""
+        self._own.append((tokens, logprobs))
+        both = torch.stack((tokens.int(), logprobs.view(torch.int32)))
+        self._keep(dist.broadcast(both, self._last, group=self._stages, async_op=True), both)
+
+    def receive_drawn(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last stage has said next: ids int64 and log-probs fp32, bit by bit."""
+        if self.is_last:
+            return self._own.popleft()
+        both = torch.empty(2, *shape, dtype=torch.int32, device=self._device)
+        dist.broadcast(both, self._last, group=self._stages)
+        return both[0].long(), both[1].view(torch.float32)
+
+    def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        """The memory of a message under way must stay."""
+        self._sent.append((work, tensor))
+        while len(self._sent) > self._in_flight:
+            self._sent.popleft()[0].wait()
+
+
+class OneStage:
+    """In the place of `StageMessages` where one stage has the whole model: it receives what it has sent."""
+
+    is_first = is_last = True
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """See `StageMessages`."""
+        self._sent = tensor
+
+    def receive(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `StageMessages`."""
+        return self._sent
+
+    def send_drawn(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """See `StageMessages`."""
+        self._drawn = tokens, logprobs
+
+    def receive_drawn(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StageMessages`."""
+        return self._drawn

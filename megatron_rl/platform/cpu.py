@@ -1,8 +1,7 @@
 """Run megatron-core without CUDA: every patch, what it becomes, and who needs it.
 
-megatron-core writes ``device="cuda"``, ``torch.cuda.current_device()`` and CUDA random-number
-calls into code that has nothing to do with a GPU. `install` redirects them to the CPU. It is
-called by `megatron_rl.platform.prepare` only when there is no GPU, before megatron is imported.
+megatron-core writes ``device="cuda"``, ``torch.cuda.current_device()`` and CUDA random-number calls into code that has
+nothing to do with a GPU. `install` redirects them to the CPU, where there is no GPU, before megatron is imported.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 class _Event:
     """``torch.cuda.Event`` on the host clock (engine and p2p timing)."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._time = 0.0
+    _time = 0.0
+    __init__ = synchronize = wait = _do_nothing
 
     def record(self, *_: Any) -> None:
         self._time = time.perf_counter()
@@ -51,8 +50,6 @@ class _Event:
 
     def query(self) -> bool:
         return True
-
-    synchronize = wait = _do_nothing
 
 
 class _Stream:

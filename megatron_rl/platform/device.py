@@ -1,11 +1,20 @@
-"""Which device this process uses, and the few operations that differ between devices."""
+"""The device of this process: operations that differ between devices, its memory, and running out of it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+_OUT_OF_MEMORY = (
+    "out of memory",  # CUDA's allocator, cuBLAS and NCCL
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+_LONGEST_REASON = 160
 
 
 @dataclass(frozen=True)
@@ -48,3 +57,81 @@ def current_platform() -> Platform:
     device = torch.device("cuda", index)
     # "cpu:gloo" beside NCCL: host-side tensors (lengths, rewards) move without a device copy.
     return Platform(device, "cpu:gloo,cuda:nccl")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` means that an allocation failed, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def reason_of(error: BaseException) -> str:
+    """What the allocator said, on one line."""
+    text = " ".join(str(error).split())
+    text = text.rpartition("DefaultCPUAllocator: ")[2]
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 4].rstrip() + " ..."
+
+
+class OutOfMemoryOnAllRanks(MemoryError):
+    """One rank ran out of memory, and every rank of the job raises this at the same point: collectives still work."""
+
+
+class DeviceMemory:
+    """The memory of one device in bytes, as this process sees it; ranks of a host share the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        # torchrun's number; a job without torchrun has all its ranks here.
+        self._sharers = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+
+    def free(self) -> int:
+        """What can be allocated now: free, or cached by torch's allocator."""
+        if not self._on_cuda:
+            return host_available() // self._sharers
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + cached
+
+    def allocated(self) -> int | None:
+        """In tensors now; None on a host, where nobody counts."""
+        return torch.cuda.memory_allocated(self._device) if self._on_cuda else None
+
+    def peak(self) -> int | None:
+        """The most that was in tensors so far; None on a host."""
+        return torch.cuda.max_memory_allocated(self._device) if self._on_cuda else None
+
+
+def host_available(table: Path = Path("/proc/meminfo")) -> int:
+    """Free, or in caches that the system gives up; where it does not say (macOS), all there is."""
+    lines = table.read_text().splitlines() if table.exists() else []
+    found = [line for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0].split()[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> list[torch.UntypedStorage]:
+    """The storages behind ``tensors``, each once and in order, but none that one of ``without`` lies in."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in without} | {0}
+    found: list[torch.UntypedStorage] = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in taken:
+            taken.add(storage.data_ptr())
+            found.append(storage)
+    return found
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of ``storage`` as a tensor, [bytes] uint8; let go of it before the storage is released."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def release(storage: torch.UntypedStorage) -> None:
+    """Give the memory up until `take_back`: tensors in it and their views stay, but nobody may read them."""
+    storage.resize_(0)
+
+
+def take_back(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
+    """Memory of ``size`` bytes, at another address and with anything in it; returned as bytes."""
+    storage.resize_(size)
+    return as_bytes(storage)

@@ -23,6 +23,18 @@ from megatron_rl.platform.megatron import use_trainable_memory_buffer
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """Who shares the experts of this rank's layers."""
+
+    parallel: dist.ProcessGroup
+    """Ranks that share the experts of each layer: equally many each."""
+    tensor: dist.ProcessGroup
+    """Ranks that share each of their experts, as those of `ParallelGroups.tensor_group` share the other linears."""
+    whole: dist.ProcessGroup
+    """Ranks that hold the experts of all layers once (expert, expert tensor and pipeline parallel)."""
+
+
+@dataclass(frozen=True)
 class ParallelGroups:
     """This rank's place in the job. Groups are named after what they split.
 
@@ -37,9 +49,6 @@ class ParallelGroups:
     replica are neighbours.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     """The stages of one copy of the model, in the order of its layers."""
@@ -52,53 +61,33 @@ class ParallelGroups:
     which share the samples that they train on, are among them."""
     model_group: dist.ProcessGroup
     """Ranks that hold one copy of the model (tensor and pipeline parallel)."""
-    expert_parallel_group: dist.ProcessGroup
-    """Ranks that share the experts of each layer: equally many each."""
-    expert_tensor_group: dist.ProcessGroup
-    """Ranks that share each of their experts, as those of `tensor_group` share the other linears."""
-    expert_group: dist.ProcessGroup
-    """Ranks that hold the experts of all layers once (expert, expert tensor and pipeline parallel)."""
+    experts: ExpertGroups
     lockstep_group: dist.ProcessGroup
     """Ranks whose forward and backward passes go together: a copy of the model, and whoever shares experts with it."""
     loss_group: dist.ProcessGroup
-    """Training replicas and their stages, of one context-parallel rank each: what the last stages know of a loss, added
-    up over it, all ranks know."""
+    """Training replicas and their stages, one context-parallel rank of each: a sum over it of what the last stages know
+    of a loss tells all ranks."""
     ring: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
     """From the stage before, and to the one after, the first stage being after the last; None with one stage."""
 
     @property
-    def tensor_rank(self) -> int:
-        """Index in `tensor_group`."""
-        return self.tensor_group.rank()
+    def rank(self) -> int:
+        """Index in the job."""
+        return dist.get_rank()
 
     @property
-    def tensor_size(self) -> int:
-        """Number of ranks in `tensor_group`."""
-        return self.tensor_group.size()
+    def world_size(self) -> int:
+        """Number of ranks in the job."""
+        return dist.get_world_size()
 
     @property
-    def context_rank(self) -> int:
-        """Index in `context_group`."""
-        return self.context_group.rank()
-
-    @property
-    def context_size(self) -> int:
-        """Number of ranks in `context_group`."""
-        return self.context_group.size()
-
-    @property
-    def data_rank(self) -> int:
-        """Index in `data_group`."""
-        return self.data_group.rank()
-
-    @property
-    def data_size(self) -> int:
-        """Number of ranks in `data_group`."""
-        return self.data_group.size()
+    def local_rank(self) -> int:
+        """Index among the ranks of this machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def part_of(self, parameter: Parameter) -> int:
         """Which of the parts of a parameter this rank has, from 0."""
-        return (self.expert_tensor_group if parameter.is_of_an_expert else self.tensor_group).rank()
+        return (self.experts.tensor if parameter.is_of_an_expert else self.tensor_group).rank()
 
     @property
     def rollout_rank(self) -> int:
@@ -130,11 +119,6 @@ class ParallelGroups:
         """Other copies of the model run some of its tokens through their experts: passes must be equally many."""
         return self.lockstep_group.size() > self.model_group.size()
 
-    @property
-    def is_with_main(self) -> bool:
-        """Steps together with the main rank: such ranks hold all parameters between them."""
-        return dist.get_global_rank(self.lockstep_group, 0) == 0
-
     def model_leader(self) -> int:
         """Global rank of this model copy's leader: the source of its broadcasts."""
         return dist.get_global_rank(self.model_group, 0)
@@ -150,9 +134,8 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
         torch.cuda.set_device(platform.device)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
-    backend = platform.distributed_backend
-    if config.distributed_backend not in ("auto", ""):
-        backend = config.distributed_backend
+    asked = config.distributed_backend
+    backend = platform.distributed_backend if asked in ("auto", "") else asked
     # Of all groups later than the watchdog of the training loop, which says where each rank waits.
     minutes = config.distributed_timeout_minutes + 1
     timeout = datetime.timedelta(minutes=minutes)
@@ -177,29 +160,26 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
 
 def current_groups() -> ParallelGroups:
     """The groups of an initialised job."""
+    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+    model_group = parallel_state.get_model_parallel_group()
+    experts = ExpertGroups(
+        parallel=parallel_state.get_expert_model_parallel_group(),
+        tensor=parallel_state.get_expert_tensor_parallel_group(),
+        whole=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+    )
     return ParallelGroups(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        pipeline_group=pipeline_group,
         context_group=parallel_state.get_context_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
         rollout_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        model_group=parallel_state.get_model_parallel_group(),
-        expert_parallel_group=parallel_state.get_expert_model_parallel_group(),
-        expert_tensor_group=parallel_state.get_expert_tensor_parallel_group(),
-        expert_group=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
-        lockstep_group=_lockstep_group(),
+        model_group=model_group,
+        experts=experts,
+        # Of the two that a pass needs, the one that contains the other.
+        lockstep_group=max(model_group, experts.whole, key=lambda group: group.size()),
         loss_group=_loss_group(),
-        ring=_ring(parallel_state.get_pipeline_model_parallel_group()),
+        ring=_ring(pipeline_group),
     )
-
-
-def _lockstep_group() -> dist.ProcessGroup:
-    """Of the two that a pass needs, the one that contains the other."""
-    experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-    return max(parallel_state.get_model_parallel_group(), experts, key=lambda group: group.size())
 
 
 @functools.cache

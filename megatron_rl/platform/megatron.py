@@ -1,5 +1,4 @@
-"""What differs between the versions of megatron-core that this runs on, 0.16 (Python 3.11) to 0.19 (Python 3.12), and
-whatever of it is replaced or called against its own names.
+"""What differs between versions of megatron-core, 0.16 (Python 3.11) to 0.19 (Python 3.12), and what of it is replaced.
 
 One function a matter; `tests/unit/platform/test_megatron_versions.py` pins each to the version at hand, so that one
 that is no longer needed, or no longer enough, is seen.
@@ -92,8 +91,9 @@ def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]])
         (Writer, write_shards, staticmethod(noting(getattr(Writer, write_shards)))),
         (Writer, "finish", noting(Writer.finish)),
         (serialization, "save_config", noting(serialization.save_config)),
-        *([(*common, noting(_save_common))] if common is not None else []),
     ]
+    if common is not None:
+        replacements.append((*common, noting(_save_common)))
     with contextlib.ExitStack() as originals:
         for owner, name, replacement in replacements:
             originals.callback(setattr, owner, name, vars(owner)[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.quantization.copies import ParallelLinear, QuantizedMatrix
+from megatron_rl.quantization.copies import ParallelLinear, QuantizedMatrix, StackedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
-from megatron_rl.quantization.stacks import StackedLinear
 
 AUDITED_TOKENS = 64
 FULL_PRECISION = "full precision"
@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 @dataclass
 class Observation:
-    """One layer's traffic."""
+    """What went through one layer."""
 
     calls: int = 0
     channel_amax: torch.Tensor | None = None
@@ -48,25 +48,21 @@ def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Obser
     of_modules: dict[torch.nn.Module, list[Observation]] = {}
     for name, module in linears.items():
         of_modules.setdefault(module, []).append(observations[name])
-    handles = []
-    for module, of_module in of_modules.items():
 
-        def note(module, args, output, of_module=of_module) -> None:
-            if isinstance(module, StackedLinear):
-                tokens, ends = args
-                sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-                parts = zip(tokens[: sum(sizes)].split(sizes), output[: sum(sizes)].split(sizes), strict=True)
-            else:
-                parts = [(args[0], output[0])]
-            for seen, (x, y) in zip(of_module, parts, strict=True):
-                _note(seen, x.detach().flatten(0, -2), y.detach().flatten(0, -2), channels, is_expert(module))
+    def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, StackedLinear):
+            tokens, ends = args
+            sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+            parts = zip(tokens[: sum(sizes)].split(sizes), output[: sum(sizes)].split(sizes), strict=True)
+        else:
+            parts = [(args[0], output[0])]
+        for seen, (x, y) in zip(of_modules[module], parts, strict=True):
+            _note(seen, x.detach().flatten(0, -2), y.detach().flatten(0, -2), channels, is_expert(module))
 
-        handles.append(module.register_forward_hook(note))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in of_modules:
+            hooks.callback(module.register_forward_hook(note).remove)
         yield observations
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def is_expert(module: ParallelLinear | StackedLinear) -> bool:
@@ -133,13 +129,15 @@ def audit(
 
 
 def of_all_ranks(rows: Sequence[LayerAudit], group: dist.ProcessGroup | None) -> list[LayerAudit]:
-    """The rows of the whole model, in its order; of ranks that have a layer one that does not agree counts, then one
-    that has run.
+    """The rows of the whole model, in its order; collective.
+
+    Of a layer that several ranks have, a row that does not agree counts, then one with the most calls.
     """
     if group is None:
         return list(rows)
+    gathered = gather_json([vars(row) for row in rows], group)
     known: dict[str, LayerAudit] = {}
-    for row in (LayerAudit(**row) for part in gather_json([vars(row) for row in rows], group) for row in part):
+    for row in (LayerAudit(**row) for part in gathered for row in part):
         best = known.setdefault(row.layer, row)
         if (row.agrees, -row.calls) < (best.agrees, -best.calls):
             known[row.layer] = row

@@ -1,11 +1,14 @@
-"""The quantised copy of one linear layer, and its forward pass in place of the layer's own."""
+"""Quantised copies of a linear layer and of a layer's experts, and their forward passes in place of the layer's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -13,12 +16,30 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe
 from megatron_rl.quantization.shapes import Split
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
 
 
+class StackedLinear(torch.nn.Module):
+    """A linear of all of a layer's experts on this rank, without biases."""
+
+    def __init__(self, weight: torch.nn.Parameter, tensor_group: dist.ProcessGroup, split: Split) -> None:
+        """``weight`` [E, out, in], of which the ranks of the expert tensor-parallel group have a part each."""
+        super().__init__()
+        self.weight, self.tensor_group, self.split = weight, tensor_group, split
+
+    def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """``tokens`` [T, in] sorted by expert -> [T, out]; ``ends`` [E] int32: where each expert's tokens end.
+
+        Rows behind the last end are undefined.
+        """
+        return functional.grouped_mm(tokens, self.weight.transpose(1, 2), offs=ends)
+
+
+@dataclass(eq=False)
 class QuantizedMatrix:
     """A weight that is quantised by itself: a linear's, or one expert's in a stack."""
 
@@ -31,42 +52,47 @@ class QuantizedMatrix:
     """The tensor-parallel ranks that share the weight; None where this one has all of it."""
     split: Split
     """Which dimension they share."""
-    ranks: dist.ProcessGroup | None
+    ranks: dist.ProcessGroup | None = None
     """Given to the product where it is a part of a sum. An expert's part is scaled alone, and the caller adds up."""
+    expert: int | None = None
+    """Its place in a stack."""
 
     @property
     def parameter(self) -> torch.Tensor:
         """[N, K] that the copy is of."""
-        return self.module.weight
+        return self.module.weight if self.expert is None else self.module.weight[self.expert]
 
 
-class QuantizedLinear(QuantizedMatrix):
-    """A column- or row-parallel linear and its quantised weight."""
+class _InPlaceOfForward:
+    """Its ``forward`` can stand in for that of its ``module``: an attribute of an instance hides the class's method."""
 
-    def __init__(self, name: str, module: ParallelLinear, recipe: Recipe) -> None:
-        self.name, self.module, self.recipe = name, module, recipe
-        self.weight = recipe.allocate(module.weight.shape, module.weight.device)
-        group = module.tp_group
-        self.group = group if group is not None and group.size() > 1 else None
-        self.split = "rows" if isinstance(module, RowParallelLinear) else "columns"
-        is_part = self.group is not None and self.split == "rows" and not module.explicit_expert_comm
-        self.ranks = self.group if is_part else None
-        self.calls = 0
-        """Forward passes through the quantised product; replays of a captured graph are not among them."""
+    module: torch.nn.Module
+    forward: Callable[..., Any]
 
     def install(self) -> None:
-        """Send the module's calls here: an attribute of the instance hides the class's ``forward``."""
+        """Send the module's calls here."""
         self.module.forward = self.forward
 
     def remove(self) -> None:
         """Back to the module's own forward."""
         vars(self.module).pop("forward", None)
 
+
+class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
+    """A column- or row-parallel linear and its quantised weight."""
+
+    def __init__(self, name: str, module: ParallelLinear, recipe: Recipe) -> None:
+        weight = recipe.allocate(module.weight.shape, module.weight.device)
+        split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
+        group = _shared(module.tp_group)
+        super().__init__(name, module, recipe, weight, group, split)
+        if split == "rows" and not module.explicit_expert_comm:
+            self.ranks = group
+        self.calls = 0
+        """Forward passes through the quantised product; replays of a captured graph are not among them."""
+
     def forward(
-        self,
-        input_: torch.Tensor | PackedActivations,
-        weight: Any = None,
-        runtime_gather_output: bool | None = None,
+        self, input_: torch.Tensor | PackedActivations, weight: Any = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the module's: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it.
 
@@ -92,17 +118,51 @@ class QuantizedLinear(QuantizedMatrix):
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and (x.requires_grad or self.module.weight.requires_grad):
+        if _wants_gradients(x, self.module):
             return StraightThrough.apply(x, self.module.weight, self)
         return self.recipe.matmul(x, self.weight, ranks=self.ranks)
 
     def _scattered(self, product: torch.Tensor) -> torch.Tensor:
-        """Each rank's share of the tokens under sequence parallelism. The ranks have the same sum already:
-        a reduce-scatter could not add up before scaling.
+        """Each rank's share of the tokens under sequence parallelism.
+
+        The ranks have the same sum already: a reduce-scatter could not add up before scaling.
         """
         if self.ranks is not None and self.module.sequence_parallel:
             return scatter_to_sequence_parallel_region(product, group=self.group)
         return product
+
+
+class QuantizedStack(_InPlaceOfForward):
+    """A stack of experts, its copy, and the experts' parts of it."""
+
+    def __init__(self, names: Sequence[str], module: StackedLinear, recipe: Recipe) -> None:
+        """``names`` of the linears of all its experts, in order."""
+        if len(names) < len(module.weight):
+            text = f"of experts that are one product, {names[0]} is to be quantised and others are not"
+            raise QuantizationError(f"{text}; leave out all of them with --rl-quantization-skip, or none")
+        self.module, self.recipe = module, recipe
+        self.weight = recipe.allocate(module.weight.shape, module.weight.device)
+        group = _shared(module.tensor_group)
+        self.experts = [
+            QuantizedMatrix(name, module, recipe, self.weight.of_expert(index), group, module.split, expert=index)
+            for index, name in enumerate(names)
+        ]
+
+    def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As `StackedLinear`'s; with gradients expert by expert."""
+        if not _wants_gradients(tokens, self.module):
+            return self.recipe.grouped_matmul(tokens, self.weight, ends)
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = zip(tokens.split(sizes), self.module.weight.unbind(), self.experts, strict=True)
+        return torch.cat([StraightThrough.apply(*part) for part in parts])
+
+
+def _shared(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return group if group is not None and group.size() > 1 else None
+
+
+def _wants_gradients(x: torch.Tensor, module: torch.nn.Module) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
 def packing_for(module: torch.nn.Module) -> Packing | None:

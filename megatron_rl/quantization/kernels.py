@@ -82,8 +82,7 @@ def e4m3_of(scaled):
 def codes_of(values, scale, code_type: tl.constexpr):
     """`formats.integer_codes` or `formats.fp8_codes`.
 
-    Both round by arithmetic of their own. The integer is read off the sum's bits, so that no optimisation can
-    cancel the magic number.
+    The integer is read off the sum's bits, so that no optimisation can cancel the magic number.
     """
     largest: tl.constexpr = _INT8_MAX if code_type == tl.int8 else _FP8_MAX
     scaled = tl.minimum(tl.maximum(tl.div_rn(values, scale), -largest), largest)

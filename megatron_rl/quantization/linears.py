@@ -22,22 +22,27 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.platform.memory import release, storages_of, take_back
-from megatron_rl.quantization.copies import ParallelLinear, QuantizedLinear, QuantizedMatrix
+from megatron_rl.platform.device import release, storages_of, take_back
+from megatron_rl.quantization.copies import (
+    ParallelLinear,
+    QuantizedLinear,
+    QuantizedMatrix,
+    QuantizedStack,
+    StackedLinear,
+)
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.recipe import Recipe, maximum_over
 from megatron_rl.quantization.shapes import skipped
-from megatron_rl.quantization.stacks import QuantizedStack, StackedLinear
 
 
 def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear | StackedLinear]:
     """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
 
     ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers and experts are counted over all
-    ranks. The experts of a stack have names of their own, each with the stack, in its order.
-    Embedding, output head, norms and router are not among them: they stay as they are.
+    ranks. The experts of a stack have names of their own, each with the stack, in its order. Embedding, output head,
+    norms and router are not among them: they stay as they are.
     """
-    found = {}
+    found: dict[str, ParallelLinear | StackedLinear] = {}
     for layer in (layer for chunk in _chunks(model) for layer in chunk.decoder.layers):
         prefix, stacks = f"layers.{layer.layer_number - 1}", {}
         for name, module in layer.named_modules():
@@ -83,19 +88,22 @@ class QuantizedLinears:
         self.plain = tuple(name for name in linears if skipped(name, skip, _chunks(model)[0].config.num_layers))
         """Names of the layers left as they are."""
         kept = {name: module for name, module in linears.items() if name not in self.plain}
-        names: dict[StackedLinear, list[str]] = {}
+        names: dict[torch.nn.Module, list[str]] = {}
         for name, module in kept.items():
-            if isinstance(module, StackedLinear):
-                names.setdefault(module, []).append(name)
-        stacks = {module: _stack(names[module], module, recipe) for module in names}
-        of_experts = {expert.name: expert for stack in stacks.values() for expert in stack.experts}
-        self.layers: tuple[QuantizedMatrix, ...] = tuple(
-            of_experts.get(name) or QuantizedLinear(name, module, recipe) for name, module in kept.items()
+            names.setdefault(module, []).append(name)
+        self._copies = tuple(
+            QuantizedStack(named, module, recipe)
+            if isinstance(module, StackedLinear)
+            else QuantizedLinear(named[0], module, recipe)
+            for module, named in names.items()
         )
+        matrices = {
+            matrix.name: matrix
+            for copy in self._copies
+            for matrix in (copy.experts if isinstance(copy, QuantizedStack) else (copy,))
+        }
+        self.layers: tuple[QuantizedMatrix, ...] = tuple(matrices[name] for name in kept)
         """One an expert, even of a stack."""
-        self._installed_together = (
-            *(layer for layer in self.layers if isinstance(layer, QuantizedLinear)), *stacks.values()
-        )
         self.is_installed = False
         """Whether the layers run quantised now."""
         self._stale = True
@@ -113,14 +121,15 @@ class QuantizedLinears:
 
     @property
     def held_bytes(self) -> int:
-        """On the device now: `stored_bytes` and what only CPUs need, or next to nothing after `release`."""
-        tensors = [tensor for layer in self.layers for tensor in layer.weight.tensors()]
+        """On the device now, with what only CPUs need; next to nothing after `release`."""
+        tensors = (tensor for layer in self.layers for tensor in layer.weight.tensors)
         return sum(storage.nbytes() for storage in storages_of(tensors))
 
     def release(self) -> None:
         """Give up the memory of the codes until the next `refresh`, which takes it at other addresses."""
-        codes = [(layer.weight.codes, layer.weight.operand) for layer in self.layers]
-        for storage in storages_of(tensor for pair in codes for tensor in pair if tensor is not None):
+        weights = [layer.weight for layer in self.layers]
+        codes = [codes for q in weights for codes in (q.codes, q.operand) if codes is not None]
+        for storage in storages_of(codes):
             self._released.append((storage, storage.nbytes()))
             release(storage)
         self._stale = True
@@ -140,15 +149,12 @@ class QuantizedLinears:
             take_back(storage, size).zero_()  # a refresh does not write the padding
         self._released = []
         shared = self._shared_amax()
-        finite = []
         for layer in self.layers:
-            q = layer.weight
-            self.recipe.encode(layer.parameter, shared.get(layer.name), q)
-            finite.append((q.scales.isfinite() & (q.scales > 0)).all())
+            self.recipe.encode(layer.parameter, shared.get(layer.name), layer.weight)
         # The one host read of a refresh: a NaN must not become a rollout of noise.
-        bad = []
-        if finite and not bool(torch.stack(finite).all()):
-            bad = [layer.name for layer, good in zip(self.layers, finite, strict=True) if not good][:1]
+        scales = [layer.weight.scales for layer in self.layers]
+        good = torch.stack([(each.isfinite() & (each > 0)).all() for each in scales]).tolist() if scales else []
+        bad = [layer.name for layer, is_good in zip(self.layers, good, strict=True) if not is_good][:1]
         if self._lockstep_group is not None:  # a rank that raised alone would leave the others waiting in the rollout
             bad = [name for names in gather_json(bad, self._lockstep_group) for name in names]
         if bad:
@@ -200,31 +206,20 @@ class QuantizedLinears:
 
     def _switch(self, to: bool) -> None:
         self.is_installed = to
-        for layer in self._installed_together:
-            layer.install() if to else layer.remove()
+        for copy in self._copies:
+            copy.install() if to else copy.remove()
 
     def _shared_amax(self) -> dict[str, torch.Tensor]:
-        """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers."""
-        sharing = [
-            layer for layer in self.layers if layer.group is not None and self.recipe.shares_amax(layer.split)
-        ]
+        """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers of a group."""
+        sharing: dict[dist.ProcessGroup, list[QuantizedMatrix]] = {}  # experts may have their own group
+        for layer in self.layers:
+            if layer.group is not None and self.recipe.shares_amax(layer.split):
+                sharing.setdefault(layer.group, []).append(layer)
         shared: dict[str, torch.Tensor] = {}
-        for group in dict.fromkeys(layer.group for layer in sharing):  # experts may have their own
-            layers = [layer for layer in sharing if layer.group is group]
+        for group, layers in sharing.items():
             own = [self.recipe.amax(layer.parameter, layer.weight.smoothing) for layer in layers]
             # A maximum over ranks may lose a NaN, but not infinity, which `refresh` refuses too.
             flat = torch.cat([amax.flatten() for amax in own]).nan_to_num(torch.inf, posinf=torch.inf)
-            flat = maximum_over(flat, group)
-            parts = flat.split([amax.numel() for amax in own])
-            for layer, part, amax in zip(layers, parts, own, strict=True):
-                shared[layer.name] = part.view_as(amax)
+            parts = maximum_over(flat, group).split([amax.numel() for amax in own])
+            shared |= {layer.name: part.view_as(amax) for layer, part, amax in zip(layers, parts, own, strict=True)}
         return shared
-
-
-def _stack(names: Sequence[str], module: StackedLinear, recipe: Recipe) -> QuantizedStack:
-    if len(names) < len(module.weight):
-        raise QuantizationError(
-            f"of the experts that are one product, {names[0]} is to be quantised and others are not; leave out all of "
-            "them with --rl-quantization-skip, or none"
-        )
-    return QuantizedStack(names, module, recipe)

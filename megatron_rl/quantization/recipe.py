@@ -7,7 +7,7 @@ may lie in one stack, [E, N, K]; each is quantised by itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from megatron_rl.quantization.shapes import Split, Storage
 
 
 def maximum_over(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    """Elementwise over the ranks, in place; collective, as `sum_over`."""
+    """Elementwise over the ranks, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=ranks)
     return values
 
@@ -53,21 +53,18 @@ class QuantizedWeight:
     def of_expert(self, index: int) -> QuantizedWeight:
         """Views of one weight of a stack."""
         smoothing, operand = (None if held is None else held[index] for held in (self.smoothing, self.operand))
-        return replace(
-            self, codes=self.codes[index], scales=self.scales[index], smoothing=smoothing, operand=operand
-        )
+        return replace(self, codes=self.codes[index], scales=self.scales[index], smoothing=smoothing, operand=operand)
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Every buffer."""
-        for tensor in (self.codes, self.scales, self.smoothing, self.operand):
-            if tensor is not None:
-                yield tensor
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every buffer, the operand last."""
+        buffers = (self.codes, self.scales, self.smoothing, self.operand)
+        return [tensor for tensor in buffers if tensor is not None]
 
     @property
     def stored_bytes(self) -> int:
         """Codes, scales and smoothing; without the operand, which only CPUs need."""
-        stored = (self.codes, self.scales, self.smoothing)
-        return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not self.operand)
 
 
 @dataclass(frozen=True)
@@ -143,8 +140,8 @@ class Recipe(Storage, ABC):
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
         """`matmul` of each group of tokens with its expert's weight: [T, K] -> [T, N], ``q`` a stack.
 
-        ``ends`` [E] int32: where each group ends. What comes out behind the last one is anything.
-        Here group by group, which is the definition; the host reads ``ends``.
+        ``ends`` [E] int32: where each group ends; rows behind the last one are undefined. This definition goes group by
+        group, and the host reads ``ends``.
         """
         product = x.new_zeros(x.shape[0], q.rows)
         start = 0
@@ -155,10 +152,7 @@ class Recipe(Storage, ABC):
         return product
 
     def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
-        """How a kernel may quantise the activations of ``q`` for `multiply`; None where only `matmul` can.
-
-        For products on CUDA.
-        """
+        """How a kernel on CUDA may quantise the activations of ``q`` for `multiply`; None where only `matmul` can."""
         return None
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
@@ -176,10 +170,8 @@ class Recipe(Storage, ABC):
             QuantizationError: the weight is no matrix, or holds NaN or infinity.
         """
         if weight.dim() != 2 or not weight.is_floating_point():
-            raise QuantizationError(
-                f"a weight of shape {list(weight.shape)} and type {weight.dtype} cannot be quantised: "
-                "a matrix of floats is needed"
-            )
+            shape = f"a weight of shape {list(weight.shape)} and type {weight.dtype}"
+            raise QuantizationError(f"{shape} cannot be quantised: a matrix of floats is needed")
         q = self.allocate(weight.shape, weight.device)
         if smoothing is not None:
             q.smoothing = smoothing.float().clone()

@@ -26,13 +26,7 @@ _SMOOTHING = "smoothing."
 
 
 class RolloutQuantization:
-    """Owns the quantised copies; without a recipe there are none."""
-
-    linears: QuantizedLinears
-    recipe: str
-    """Name of the recipe in use, or where it lies."""
-    wants_calibration: bool
-    """Whether the engine has to run a few prompts before the next `rollout`."""
+    """Owns the quantised copies; without a recipe there are none, and nobody needs to call anything here."""
 
     def __init__(
         self,
@@ -45,13 +39,24 @@ class RolloutQuantization:
     ) -> None:
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer.
 
-        See `QuantizedLinears` for ``model`` and ``lockstep_group``.
+        See `QuantizedLinears` for ``model``, ``skip`` and ``lockstep_group``.
         """
-        self._lockstep_group = lockstep_group
-        self._model, self._asked, self._skip = model, recipe, tuple(skip)
+        self._model, self._asked, self._skip, self._lockstep_group = model, recipe, tuple(skip), lockstep_group
         self._on_audit, self._timed = on_audit, timed
         self._aligned = False
         self._use(recipe)
+
+    def _use(self, name: str) -> None:
+        recipe = RECIPES.get(name)
+        vars(self).pop("linears", None)  # the old buffers go before the new ones are made
+        self.linears = QuantizedLinears(self._model, recipe, self._skip, self._lockstep_group)
+        self.is_quantized = recipe is not None
+        """False without a recipe."""
+        self.recipe = name if ":" in name or recipe is None else recipe.name
+        """Name of the recipe in use, or where it lies."""
+        self.wants_calibration = recipe is not None and recipe.needs_calibration
+        """Whether the engine has to run a few prompts before the next `rollout`."""
+        self._audited = False
 
     def weights_changed(self) -> None:
         """The copies are of other weights: made anew at once for aligned training, else before they are used again.
@@ -94,7 +99,7 @@ class RolloutQuantization:
             QuantizationError: a weight is not finite, or a layer ran in another format.
         """
         linears = self.linears
-        if linears.recipe is None:
+        if not self.is_quantized:
             yield
             return
         with self._timed("gen/requantize"):
@@ -120,11 +125,10 @@ class RolloutQuantization:
 
     def fall_back(self) -> str | None:
         """Go on with the next safer recipe; its name, None if there is none."""
-        if self.linears.recipe is None:
+        if not self.is_quantized:
             return None
-        safer = self.linears.recipe.safer
-        self._use(safer)
-        return safer
+        self._use(self.linears.recipe.safer)
+        return self.recipe
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe that the flags asked for, the one in use, and its calibration on this rank, [K] fp32 by layer."""
@@ -145,22 +149,13 @@ class RolloutQuantization:
             return
         own = self._smoothing
         saved = {name: value for name, value in state.items() if name.startswith(_SMOOTHING)}
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
-            return
-        for name, factors in own.items():
-            factors.copy_(saved[name])
-        self.linears.weights_changed()
-        self.wants_calibration = False
+        if {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in saved.items()}:
+            for name, factors in own.items():
+                factors.copy_(saved[name])
+            self.linears.weights_changed()
+            self.wants_calibration = False
 
     @property
     def _smoothing(self) -> dict[str, torch.Tensor]:
         layers = ((_SMOOTHING + layer.name, layer.weight.smoothing) for layer in self.linears.layers)
         return {name: factors for name, factors in layers if factors is not None}
-
-    def _use(self, name: str) -> None:
-        recipe = RECIPES.get(name)
-        vars(self).pop("linears", None)  # the old buffers go before the new ones are made
-        self.linears = QuantizedLinears(self._model, recipe, self._skip, self._lockstep_group)
-        self.recipe = name if ":" in name or recipe is None else recipe.name
-        self.wants_calibration = recipe is not None and recipe.needs_calibration
-        self._audited = False

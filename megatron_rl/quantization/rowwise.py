@@ -42,8 +42,6 @@ class RowRecipe(Recipe):
     def _integer(self) -> bool:
         return self.code_type == torch.int8
 
-    # -- the weight ----------------------------------------------------------------------------
-
     def shares_amax(self, split: Split) -> bool:
         """A channel's inputs are spread over the ranks where the rows are split."""
         return split == "rows"
@@ -55,10 +53,8 @@ class RowRecipe(Recipe):
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
         *stack, rows, columns = shape
         stored = *stack, *self.stored_shape(rows, columns)
-        q = QuantizedWeight(
-            torch.zeros(stored, dtype=self.code_type, device=device), torch.ones(*stored[:-1], 1, device=device),
-            rows, columns,
-        )  # fmt: skip
+        codes = torch.zeros(stored, dtype=self.code_type, device=device)
+        q = QuantizedWeight(codes, torch.ones(*stored[:-1], 1, device=device), rows, columns)
         # Stacks too: CPUs have no grouped product of integers.
         if device.type == "cpu" and (stack or not (self._integer and cpu_multiplies_int8())):
             q.operand = torch.zeros(*shape, device=device)
@@ -89,8 +85,6 @@ class RowRecipe(Recipe):
     def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
         weight = q.codes[: q.rows, : q.columns].float() * q.scales[: q.rows]
         return weight if q.smoothing is None else weight / q.smoothing
-
-    # -- the product ---------------------------------------------------------------------------
 
     def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
         tokens = x.reshape(-1, q.columns)

@@ -6,11 +6,13 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.registry import RECIPES
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
 
 Split = Literal["columns", "rows"]
 """How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
@@ -71,16 +73,8 @@ def storage_of(name: str) -> Storage | None:
 
 
 def skipped(name: str, patterns: Sequence[str], num_layers: int) -> bool:
-    """True if one of the patterns names the layer.
-
-    A pattern is a shell pattern (``layers.0.*``, ``*.linear_fc2``), ``first:N`` or ``last:N`` layers.
-    """
+    """True if a pattern names the layer: a shell pattern (``layers.0.*``), or the ``first:N`` or ``last:N`` layers."""
     return any(_matches(name, pattern, num_layers) for pattern in patterns)
-
-
-def unmatched_patterns(patterns: Sequence[str], names: Sequence[str], num_layers: int) -> list[str]:
-    """The patterns that name none of the layers."""
-    return [p for p in patterns if not any(_matches(name, p, num_layers) for name in names)]
 
 
 def _matches(name: str, pattern: str, num_layers: int) -> bool:
@@ -91,16 +85,14 @@ def _matches(name: str, pattern: str, num_layers: int) -> bool:
     return index < count if edge[1] == "first" else index >= num_layers - count
 
 
-def layer_problems(
-    config: RLConfig, shape_problem: Callable[[int, int, Split | None], str | None]
-) -> list[Problem]:
+def layer_problems(config: RLConfig, shape_problem: Callable[[int, int, Split | None], str | None]) -> list[Problem]:
     """Every pattern that names nothing, and layers that the recipe cannot quantise.
 
     ``shape_problem``: (rows, columns, split) of a rank's part -> why it cannot be quantised like the whole, or None.
     """
     places = itertools.product(range(config.stages.count), range(config.parallel.expert_model_parallel_size))
     linears = [linear for place in places for linear in config.layout(1, *place).linears]
-    patterns = config.quantization.rl_quantization_skip
+    patterns, num_layers = config.quantization.rl_quantization_skip, config.model.num_layers
     names = [linear.name for linear in linears]
     skip = "--rl-quantization-skip"
     problems = [
@@ -109,9 +101,10 @@ def layer_problems(
             f"{skip} {pattern} matches no linear layer; they are named like {names[0]} or {names[-1]}, and first:N and "
             "last:N skip whole layers",
         )
-        for pattern in unmatched_patterns(patterns, names, config.model.num_layers)
+        for pattern in patterns
+        if not any(_matches(name, pattern, num_layers) for name in names)
     ]
-    kept = [linear for linear in linears if not skipped(linear.name, patterns, config.model.num_layers)]
+    kept = [linear for linear in linears if not skipped(linear.name, patterns, num_layers)]
     if not kept:
         text = "leaves no layer to quantise; use --rl-rollout-quantization none for unquantised rollouts"
         problems.append(config.problem("rl_quantization_skip", text))

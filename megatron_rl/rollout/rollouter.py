@@ -15,8 +15,8 @@ import uvloop
 
 from megatron_rl.inference.engine import Engine, EngineStatistics
 from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.device import OutOfMemoryOnAllRanks, is_out_of_memory, reason_of
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import Conversations, ConversationSettings, GradeFunction
 from megatron_rl.rollout.finished import FinishedGroups
 from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
@@ -100,7 +100,7 @@ class Rollouter:
         every rank of the job when one of them was asked to stop.
 
         Raises:
-            OutOfMemoryTogether: a rank that steps alone ran out of memory.
+            OutOfMemoryOnAllRanks: a rank that steps alone ran out of memory.
         """
         self._engine.begin(seed, policy_version)
         result, shortage = None, ""
@@ -118,7 +118,7 @@ class Rollouter:
             quota.leave()
         ends = max_over({"stopped": result is None, "out of memory": bool(shortage)}, dist.group.WORLD)
         if ends["out of memory"]:
-            raise OutOfMemoryTogether(shortage or "on another rank")
+            raise OutOfMemoryOnAllRanks(shortage or "on another rank")
         return None if ends["stopped"] else result
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ def build_quantization(
         timer.phase, groups.lockstep_group,
     )  # fmt: skip
     linears = quantization.linears
-    where = "" if groups.expert_group.size() == groups.expert_tensor_group.size() else " of the first rank"
+    where = "" if groups.experts.whole.size() == groups.experts.tensor.size() else " of the first rank"
     if linears.layers and groups.is_main:
         logger.info(
             "rollouts run %d linear layers%s as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",

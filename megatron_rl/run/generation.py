@@ -10,7 +10,7 @@ from megatron_rl.environments.client import ServedEnvironment
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
-from megatron_rl.models.attention.selection import numbers_of
+from megatron_rl.models.attention.selection import requirements_of
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator
@@ -89,7 +89,7 @@ def build_engine(
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
         block_size=rollout.inference_dynamic_batching_block_size,
-        kv_cache_dtype=numbers_of(config).stored,
+        kv_cache_dtype=requirements_of(config).cache_dtype,
         records_routing=rollout.rl_router_replay,
     )
     by_id, _ = stop_strings(config, tokenizer)

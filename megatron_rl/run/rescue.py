@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import MemoryExhausted
-from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
+from megatron_rl.platform.device import OutOfMemoryOnAllRanks, is_out_of_memory, reason_of
 
 Phase = Literal["rollout", "update"]
 
@@ -33,7 +33,7 @@ def naming_memory(config: RLConfig, phase: Phase) -> Iterator[None]:
         article = "a rollout" if phase == "rollout" else "an update"
         advice = _to_lower_in_rollouts(config) if phase == "rollout" else _to_lower_in_updates(config)
         text = f"out of memory in {article} ({reason_of(error)}): {advice}"
-        raise MemoryExhausted(text, on_all_ranks=isinstance(error, OutOfMemoryTogether)) from None
+        raise MemoryExhausted(text, on_all_ranks=isinstance(error, OutOfMemoryOnAllRanks)) from None
 
 
 def _to_lower_in_rollouts(config: RLConfig) -> str:

@@ -17,7 +17,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
-from megatron_rl.models.attention.kv_numbers import rounded_attention
+from megatron_rl.models.attention.kv_format import rounded_attention
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.rollout.collector import Collector, DynamicSampling, StepRollouts
 from megatron_rl.rollout.expected_length import ExpectedLengths
@@ -198,7 +198,7 @@ def _partial_rollouts(config: RLConfig) -> PartialRollouts | None:
 def _parity_gate(base: Run, scorer: Scorer, engine: Engine) -> ParityGate:
     rounded = None
     if base.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine | StagedEngine):
-        rounded = partial(rounded_attention, base.policy.layers, engine.kv_numbers)
+        rounded = partial(rounded_attention, base.policy.layers, engine.kv_format)
     return ParityGate(base.config, scorer, base.phases.quantization, base.groups.data_group, rounded)
 
 

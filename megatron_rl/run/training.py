@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.run_state import Origin, run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.platform.collectives import any_rank, broadcast_json
-from megatron_rl.platform.memory import is_out_of_memory
+from megatron_rl.platform.device import is_out_of_memory
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.run.base import Run
@@ -128,7 +128,8 @@ class TrainingRun(Run):
 def start_training(base: Run) -> tuple[Start, StateRegistry]:
     """Weights, optimizer, and the states that the run goes on from; collective."""
     config, quantization = base.config, base.phases.quantization
-    start = start_weights(config, base.policy, base.checkpoints, base.groups, quantization)
+    copies = quantization if quantization.is_quantized else None
+    start = start_weights(config, base.policy, base.checkpoints, base.groups, copies)
     base.answers_end_also_at(start.end_token_ids)
     states = StateRegistry(None if start.saved is None else start.saved.components)
     states.register("settings", Settings(config), optional=True)

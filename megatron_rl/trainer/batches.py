@@ -72,10 +72,10 @@ class BatchBuilder:
         rank_of: dict[tuple[int, int], int] = {}
         for update in range(num_updates):
             members = [row for row in table if update_of[row[0]] == update]
-            ranks = balance([length for _, _, length in members], self.groups.data_size)
+            ranks = balance([length for _, _, length in members], self.groups.data_group.size())
             rank_of |= {(sample_id, number): rank for (sample_id, number, _), rank in zip(members, ranks, strict=True)}
         destination = [rank_of[_key(sample)] for sample in samples]
-        group, copies = self.groups.rollout_group, self.groups.context_size
+        group, copies = self.groups.rollout_group, self.groups.context_group.size()
         mine = exchange_samples(samples, destination, group, self.device, copies)
         parts: list[list[Sample]] = [[] for _ in range(num_updates)]
         for sample in mine:
@@ -108,8 +108,8 @@ class BatchBuilder:
 
     def _collated(self, samples: Sequence[Sample], round_to: int) -> TokenBatch:
         """With this rank's share of it, where context-parallel ranks have one each."""
-        batch, size = collate(samples, self.device, round_to), self.groups.context_size
-        rank = self.groups.context_rank
+        batch, size = collate(samples, self.device, round_to), self.groups.context_group.size()
+        rank = self.groups.context_group.rank()
         if size == 1:
             return batch
         share = ContextShare.of(batch.packing.lengths, rank, size, self.device)

@@ -31,7 +31,7 @@ class PackedForward:
         self._policy = policy
         self._context_group = groups.context_group
         self._pipeline_group = groups.pipeline_group if groups.pipeline_group.size() > 1 else None
-        self._tensor_group = groups.tensor_group if groups.tensor_size > 1 else None
+        self._tensor_group = groups.tensor_group if groups.tensor_group.size() > 1 else None
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +102,7 @@ class Scorer(PackedForward):
         balance: BalanceLosses | None = None,
     ) -> None:
         super().__init__(policy, groups, balance)
-        self._vocab_start = groups.tensor_rank * (policy.padded_vocab_size // groups.tensor_size)
+        self._vocab_start = groups.tensor_group.rank() * (policy.padded_vocab_size // groups.tensor_group.size())
         self._temperature = temperature
         self._fused = fused
 

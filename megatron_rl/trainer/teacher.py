@@ -17,7 +17,7 @@ from megatron_rl.algorithms import Terms, TokenBatch, log_ratio
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.platform.memory import as_bytes, release, storages_of, take_back
+from megatron_rl.platform.device import as_bytes, release, storages_of, take_back
 from megatron_rl.trainer.scoring import Scorer
 
 

@@ -107,9 +107,9 @@ class TestProduct:
     def test_encoding_again_writes_into_the_same_buffers(self, name: str, rows: int, columns: int) -> None:
         recipe, weight = RECIPES.get(name), -3 * gaussian(rows, columns, seed=7)
         q = quantized(recipe, gaussian(rows, columns, seed=0))
-        before, addresses = recipe.dequantize(q).clone(), [tensor.data_ptr() for tensor in q.tensors()]
+        before, addresses = recipe.dequantize(q).clone(), [tensor.data_ptr() for tensor in q.tensors]
         recipe.encode(weight, None, q)
-        assert [tensor.data_ptr() for tensor in q.tensors()] == addresses
+        assert [tensor.data_ptr() for tensor in q.tensors] == addresses
         assert not torch.equal(recipe.dequantize(q), before)
         assert torch.equal(recipe.dequantize(q), recipe.dequantize(quantized(recipe, weight)))
         x = gaussian(4, columns, seed=1)

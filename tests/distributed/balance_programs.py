@@ -36,7 +36,7 @@ def in_turn_and_by_length() -> dict[str, Any]:
     run.source.load_state_dict({})
     size = run.config.algorithm.grpo_group_size
     requests = [run.collector.factory.request(draw, size, number) for number, draw in enumerate(draws)]
-    in_turn = requests[groups.data_rank :: groups.data_size]
+    in_turn = requests[groups.data_group.rank() :: groups.data_group.size()]
     first = generate(run, in_turn)
     done = StepRollouts(draws, first.finished, generate_seconds=first.generate_seconds)
     idle = run.collector.commit(done)

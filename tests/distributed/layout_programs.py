@@ -147,6 +147,6 @@ def whole(
         values = torch.nn.Parameter(read(parameter).detach().clone())
         for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
             setattr(values, attribute, getattr(parameter, attribute, None))
-        group = groups.expert_tensor_group if ".experts." in name else groups.tensor_group
+        group = groups.experts.tensor if ".experts." in name else groups.tensor_group
         found[name] = gather_whole(values, group)
     return found

@@ -70,8 +70,8 @@ def toy_config(groups: ParallelGroups, changes: Mapping[str, Any]) -> RLConfig:
     Adam's epsilon is large: where a gradient is nearly 0, 1e-8 would blow its rounding up to a visible step.
     """
     stages = groups.pipeline_group.size()
-    fixed = {"tensor_model_parallel_size": groups.tensor_size, "pipeline_model_parallel_size": stages, "adam_eps": 1e-4}
-    return tiny_config(groups.world_size, **fixed, **changes)
+    sizes = {"tensor_model_parallel_size": groups.tensor_group.size(), "pipeline_model_parallel_size": stages}
+    return tiny_config(groups.world_size, adam_eps=1e-4, **sizes, **changes)
 
 
 def complete(run: RLRun) -> dict[str, Any]:

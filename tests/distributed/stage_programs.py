@@ -21,8 +21,8 @@ from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.collectives import StageMessages
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
-from megatron_rl.platform.stages import StageMessages
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.types import Completion, Request
 from tests.support.generation import END, drain, drain_with_pauses, letters, ragged_requests

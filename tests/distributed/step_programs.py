@@ -258,8 +258,8 @@ def place(tensor_size: int) -> dict[str, Any]:
         for name, group in (("tensor", groups.tensor_group), ("data", groups.data_group), ("model", groups.model_group))
     }
     report = members | {
-        "indices": [groups.tensor_rank, groups.data_rank],
-        "sizes": [groups.tensor_size, groups.data_size],
+        "indices": [groups.tensor_group.rank(), groups.data_group.rank()],
+        "sizes": [groups.tensor_group.size(), groups.data_group.size()],
         "is_main": groups.is_main,
         "leads_model": groups.leads_model,
         "model_leader": groups.model_leader(),

@@ -51,7 +51,7 @@ def product(recipe_name: str, tokens: int) -> str:
 
 def attention(stored: str) -> str:
     """The kernels over pages against sums in fp64: one new token a row, and several."""
-    from megatron_rl.models.attention.kv_numbers import FP8
+    from megatron_rl.models.attention.kv_format import FP8
     from megatron_rl.models.attention.selection import facts_of
     from megatron_rl.registry import BACKENDS
     from tests.support.paged import FilledPages

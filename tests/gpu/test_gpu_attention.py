@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.models.attention.backend import Backend, Numbers
-from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.attention.backend import Backend, Requirements
+from megatron_rl.models.attention.kv_format import FP8, rounded_attention
 from megatron_rl.models.attention.selection import facts_of
 from megatron_rl.registry import BACKENDS
 from tests.support.generation import generate, ragged_requests, rollout_engine
@@ -26,7 +26,7 @@ WIDTH = 64
 
 def backend_here(name: str, stored: torch.dtype = torch.bfloat16) -> Backend:
     backend, device = BACKENDS.get(name), facts_of(torch.device("cuda"))
-    numbers = Numbers(torch.bfloat16, stored, WIDTH)
+    numbers = Requirements(torch.bfloat16, stored, WIDTH)
     kernels = [kernel for kernel in (backend.packed, backend.cache) if kernel is not None]
     problem = backend.problem(device) or next(filter(None, (k.unfit(device, numbers) for k in kernels)), None)
     if problem is not None:
@@ -146,8 +146,8 @@ def test_one_captured_graph_serves_all_lengths(name, stored):
         known = [known[slot] for slot in order]
         query.copy_(pages.random(3, 1, 8, WIDTH))
         if stored is not None:
-            cache.numbers.key_scales *= 0.5
-            cache.numbers.value_scales *= 2
+            cache.format.key_scales *= 0.5
+            cache.format.value_scales *= 2
             known = [(keys * 0.5, values * 2) for keys, values in known]
         graph.replay()
         expected = torch.stack([
@@ -164,5 +164,5 @@ def test_engine_and_trainer_agree(one_rank, name, stored):
     policy = tiny_policy(tiny_config(bf16=True, attention_backend=name))
     engine, requests = rollout_engine(policy, kv_cache_dtype=stored), ragged_requests(6, 2, max_new_tokens=16)
     batch = packed(requests, generate(policy, engine, requests), "cuda")
-    with rounded_attention(policy.gpt.decoder.layers, engine.kv_numbers):
+    with rounded_attention(policy.gpt.decoder.layers, engine.kv_format):
         assert gaps(policy, one_rank, batch, 1.0).max() < 0.15

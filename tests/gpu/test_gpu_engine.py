@@ -65,7 +65,7 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank):
         ids = torch.tensor(request.prompt_ids + completions[0].token_ids, device=policy.device)
         positions = torch.arange(len(ids), device=policy.device)
         borders = torch.tensor([0, len(ids)], dtype=torch.int32, device=policy.device)
-        plan = PackedPlan.build([len(ids)], borders, positions, policy.ropes, policy.dtype)
+        plan = PackedPlan.build([len(ids)], borders, positions, policy.ropes, policy.dtype, policy.attention.packed)
         with torch.no_grad():
             logits = policy.gpt(ids[None], positions[None], None, packed_seq_params=plan)[0]
         prompt = len(request.prompt_ids)

@@ -61,7 +61,7 @@ def test_the_state_leaves_the_device_and_comes_back_bit_for_bit(one_rank, change
 @pytest.mark.parametrize("recipe", ["none", "fp8"])
 def test_fifty_cycles_allocate_nothing_new(one_rank, recipe: str) -> None:
     from megatron_rl.models.gpt import rollout_mode
-    from megatron_rl.platform.memory import DeviceMemory
+    from megatron_rl.platform.device import DeviceMemory
     from megatron_rl.quantization.rollout import RolloutQuantization
     from megatron_rl.run.memory.cache import CacheResidency
     from tests.support.generation import drain, ragged_requests, rollout_engine
@@ -93,7 +93,7 @@ def test_fifty_cycles_allocate_nothing_new(one_rank, recipe: str) -> None:
 
 
 def test_free_memory_counts_what_the_allocator_keeps() -> None:
-    from megatron_rl.platform.memory import DeviceMemory
+    from megatron_rl.platform.device import DeviceMemory
 
     memory = DeviceMemory(torch.device("cuda", torch.cuda.current_device()))
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
@@ -105,7 +105,7 @@ def test_free_memory_counts_what_the_allocator_keeps() -> None:
 
 
 def test_an_impossible_allocation_is_recognised() -> None:
-    from megatron_rl.platform.memory import is_out_of_memory, reason_of
+    from megatron_rl.platform.device import is_out_of_memory, reason_of
 
     with pytest.raises(torch.OutOfMemoryError) as refused:
         torch.empty(2**50, dtype=torch.uint8, device="cuda")

@@ -65,7 +65,7 @@ def test_a_captured_product_sees_a_refresh(name: str):
     recipe = _recipe(name)
     weight, x = _random(256, 256), _random(8, 256)
     q = recipe.quantize(weight)
-    addresses = [tensor.data_ptr() for tensor in q.tensors()]
+    addresses = [tensor.data_ptr() for tensor in q.tensors]
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         recipe.matmul(x, q)  # kernels compile before the capture
@@ -76,7 +76,7 @@ def test_a_captured_product_sees_a_refresh(name: str):
     weight.mul_(-0.5)
     recipe.encode(weight, None, q)
     graph.replay()
-    assert [tensor.data_ptr() for tensor in q.tensors()] == addresses
+    assert [tensor.data_ptr() for tensor in q.tensors] == addresses
     assert torch.equal(captured, recipe.matmul(x, q))
 
 

@@ -48,7 +48,7 @@ def report_of(groups: ParallelGroups, recipe: str, parallel: dict[str, Any], fol
     wave_vectors(policy)
     audits: list[Any] = []
     quantization, engine = rollout_quantization(policy, recipe, audits), rollout_engine(policy)
-    if groups.tensor_size == 1:
+    if groups.tensor_group.size() == 1:
         for layer in quantization.linears.layers:
             if isinstance(layer.module, RowParallelLinear):
                 layer.recipe = _InHalves(layer.recipe)
@@ -134,9 +134,9 @@ def products_of(linears: QuantizedLinears, groups: ParallelGroups) -> dict[str, 
         if not isinstance(layer.module, RowParallelLinear):
             continue
         columns = layer.weight.columns
-        x = torch.randn(8, columns * groups.tensor_size, generator=torch.Generator().manual_seed(2))
+        x = torch.randn(8, columns * groups.tensor_group.size(), generator=torch.Generator().manual_seed(2))
         x[:, 3] *= 10  # the largest of every token lies on rank 0
-        part = x[:, groups.tensor_rank * columns : (groups.tensor_rank + 1) * columns]
+        part = x[:, groups.tensor_group.rank() * columns : (groups.tensor_group.rank() + 1) * columns]
         products[layer.name] = layer.recipe.matmul(part, layer.weight, ranks=layer.ranks).flatten().tolist()
     return products
 
@@ -147,7 +147,7 @@ def refusal_of_a_nan(linears: QuantizedLinears, groups: ParallelGroups) -> str:
     if not linears.recipe.shares_amax("rows"):
         return "the weight of nobody"
     layer = next(layer for layer in linears.layers if isinstance(layer.module, RowParallelLinear))
-    if groups.tensor_rank == groups.tensor_size - 1:
+    if groups.tensor_group.rank() == groups.tensor_group.size() - 1:
         layer.parameter[0, 0] = torch.nan
     try:
         linears.refresh()

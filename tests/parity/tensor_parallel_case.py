@@ -11,7 +11,7 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.attention.kv_format import FP8, rounded_attention
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
@@ -41,7 +41,7 @@ def on_ranks(tensor_size: int) -> dict[str, dict[str, Any]]:
 def fingerprints_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, int]:
     """Of weights as they are drawn, by the rows that the vocabulary of 32 tokens is padded to."""
     configs = {
-        rows: tiny_config(groups.world_size, **changes, make_vocab_size_divisible_by=rows // groups.tensor_size)
+        rows: tiny_config(groups.world_size, **changes, make_vocab_size_divisible_by=rows // groups.tensor_group.size())
         for rows in (32, 40)
     }
     return {str(rows): weights_fingerprint(tiny_policy(config), groups) for rows, config in configs.items()}
@@ -78,5 +78,5 @@ def gap_of(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, engin
     """To a trainer that rounds keys and values as the engine's cache does."""
     if not isinstance(engine, RolloutEngine):
         return gaps(policy, groups, batch, 1.0)
-    with rounded_attention(policy.gpt.decoder.layers, engine.kv_numbers):
+    with rounded_attention(policy.gpt.decoder.layers, engine.kv_format):
         return gaps(policy, groups, batch, 1.0)

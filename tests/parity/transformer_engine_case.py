@@ -57,7 +57,7 @@ def on_context_rank() -> dict[str, float]:
     groups = initialize(config.parallel, current_platform())
     policy, whole = tiny_policy(config), collate(random_samples(5), "cpu", round_to=2)
     scorer = Scorer(policy, groups, 1.0)
-    share = ContextShare.of(whole.packing.lengths, groups.context_rank, groups.context_size)
+    share = ContextShare.of(whole.packing.lengths, groups.context_group.rank(), groups.context_group.size())
     found = []
     for batch in (whole, changed(whole, share=share)):
         policy.gpt.zero_grad()

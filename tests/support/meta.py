@@ -16,7 +16,7 @@ from megatron_rl.models.attention.backend import DeviceFacts
 from megatron_rl.models.attention.selection import choose
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
-from megatron_rl.platform.stages import OneStage
+from megatron_rl.platform.collectives import OneStage
 from megatron_rl.registry import BACKENDS
 from tests.support.tiny import VOCABULARY
 

@@ -49,7 +49,7 @@ class FilledPages:
         self._poison()
         for slot, length in enumerate(lengths):
             key, value = (self.random(length, 1, groups, width) for _ in range(2))
-            self.cache.numbers.calibrate(0, key, value)
+            self.cache.format.calibrate(0, key, value)
             places = self.cache.slot_mapping(self._tensor([slot] * length), torch.arange(length, device=device))
             self.cache.write(0, places, key, value)
 
@@ -64,7 +64,7 @@ class FilledPages:
         )
         held = self.cache.keys[0], self.cache.values[0]
         rows = [buffer.flatten(0, 1)[places][None].transpose(1, 2) for buffer in held]
-        return tuple(numbers[0].transpose(0, 1).float() for numbers in self.cache.numbers.unpack(0, *rows))
+        return tuple(numbers[0].transpose(0, 1).float() for numbers in self.cache.format.unpack(0, *rows))
 
     def decoded(self, kernel: CacheKernel) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest token of every sequence: the kernel's answer and the fp64 one, ``[N, heads * D]``."""
@@ -84,7 +84,6 @@ class FilledPages:
             rows=self._tensor(slots),
             lengths=counts,
             cu_seqlens=torch.tensor([0, *counts], device=self.device).cumsum(0).int(),
-            offsets=torch.cat([torch.arange(count, device=self.device) for count in counts]),
             position_ids=torch.cat([torch.arange(*span, device=self.device) for span in spans]),
             key_length=max(self.lengths),
         )
@@ -99,7 +98,7 @@ class FilledPages:
         return actual.double(), torch.stack(expected)
 
     def _poison(self) -> None:
-        nan = 0x7F if self.cache.numbers.storage == torch.uint8 else float("nan")
+        nan = 0x7F if self.cache.format.storage == torch.uint8 else float("nan")
         for buffer in (*self.cache.keys, *self.cache.values):
             buffer.fill_(nan)
 

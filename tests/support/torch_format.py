@@ -28,11 +28,11 @@ def write_ours(root: Path, state: RunState, optimization: Optimization, groups: 
     pieces, content["optimizer"] = save_preprocess(whole, validate_access_integrity=False)
     content["optimizer_state"] = {piece_name(piece): piece.data for piece in nested_values(pieces)}
     split = Split(
-        groups.tensor_size, groups.pipeline_group.size(), groups.expert_parallel_group.size(),
-        groups.expert_tensor_group.size() if groups.expert_parallel_group.size() > 1 else 1,
+        groups.tensor_group.size(), groups.pipeline_group.size(), groups.experts.parallel.size(),
+        groups.experts.tensor.size() if groups.experts.parallel.size() > 1 else 1,
     )  # fmt: skip
-    folder = directory / split.name(groups.tensor_rank, groups.stage, groups.expert_parallel_group.rank())
-    if groups.is_with_main:
+    folder = directory / split.name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
+    if dist.get_global_rank(groups.lockstep_group, 0) == 0:  # such ranks hold all parameters between them
         folder.mkdir(parents=True)
         torch.save(content, folder / MODEL_FILE)
         save_rank_state(directory, groups.rank, state.components)

@@ -4,6 +4,9 @@
     decode   one new token a row against the KV cache
     extend   several new tokens of several sequences, their beginnings already in the KV cache
     spans    as packed, on context-parallel ranks: pieces of sequences against the keys up to their ends
+
+A kernel first prepares a batch, once for all layers: a function that is given the sliding window as one more argument,
+but only where the layers have one (`plan.prepared`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.models.attention.kv_numbers import KVNumbers
+from megatron_rl.models.attention.kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,14 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What a run computes with, as far as kernels differ in it."""
+class Requirements:
+    """What a run asks of its kernels, as far as they differ in it."""
 
     dtype: torch.dtype
     """Of the model's activations."""
-    stored: torch.dtype
+    cache_dtype: torch.dtype
     """Of the KV cache."""
-    width: int
-    """Of a head."""
+    head_width: int
     context_size: int = 1
     """Ranks that share each sequence of a packed batch."""
     window: int | None = None
@@ -57,7 +58,7 @@ class KVCache(Protocol):
     """Of the model's activations: what a product with the cache is computed in."""
     max_length: int
     """Of a sequence."""
-    numbers: KVNumbers
+    format: KVFormat
     """What ``keys`` and ``values`` hold; where it is not exact, a kernel reads through it or knows its scales."""
     table: torch.Tensor
     """Blocks only."""
@@ -75,16 +76,14 @@ class NewTokens:
     """New tokens of each sequence, known to the host."""
     cu_seqlens: torch.Tensor
     """[S + 1] int32, their borders."""
-    offsets: torch.Tensor
-    """[T] int64, counted from each sequence's first new token."""
     position_ids: torch.Tensor
     """[T] int64 within the whole sequence."""
     key_length: int
     """No sequence is longer than this after them."""
 
 
-def anywhere(device: DeviceFacts, numbers: Numbers | None = None) -> None:
-    """No problem: for what runs on every device, with whatever numbers there are."""
+def anywhere(device: DeviceFacts, requirements: Requirements | None = None) -> None:
+    """No problem: for what runs on every device, whatever is asked of it."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +91,10 @@ class SpanKernel:
     """Attention of a context-parallel rank's spans, each to its sequence's keys up to its own end; differentiable."""
 
     prepare: Callable[..., Any]
-    """(share, or share and window) -> what all layers of one window share."""
+    """(`ContextShare`) -> what ``attend`` is given."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [W, 1, heads, D], key and value [K, 1, groups, D], prepared) -> [W, 1, heads * D]: K are the keys of each
     span end to end, of which a span's last token sees all, the one before it all but the last."""
-
-    def plan(self, share: ContextShare, window: int | None = None) -> Any:
-        """`prepare`, which is given a ``window`` only where a layer has one."""
-        return self.prepare(share) if window is None else self.prepare(share, window)
 
 
 @dataclass(frozen=True)
@@ -107,23 +102,15 @@ class PackedKernel:
     """Causal self-attention within each sequence of a packed batch; differentiable."""
 
     prepare: Callable[..., Any]
-    """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64), and the window where there is one -> what all layers
-    of one window share."""
+    """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what ``attend`` is given."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
-    unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
-    """Why it cannot compute with those numbers, in words that follow its name; None if it can."""
+    unfit: Callable[[DeviceFacts, Requirements], str | None] = anywhere
+    """Why it cannot do what is required, in words that follow its name; None if it can."""
     spans: SpanKernel | None = None
     """None: it cannot share sequences over context-parallel ranks."""
     windows: bool = False
     """It computes sliding windows; ``spans``, too."""
-
-    def plan(
-        self, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, window: int | None = None
-    ) -> Any:
-        """`prepare`, which is given a ``window`` only where a layer has one."""
-        given = lengths, cu_seqlens, position_ids
-        return self.prepare(*given) if window is None else self.prepare(*given, window)
 
 
 @dataclass(frozen=True)
@@ -133,42 +120,29 @@ class CacheKernel:
     layout: Literal["rows", "blocks"]
     """``rows``: a row is a stretch of memory of its own. ``blocks``: a table says where its pieces, pages, lie."""
     prepare_decode: Callable[..., Any]
-    """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them), and the window where there
-    is one -> what all layers of one window share."""
+    """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them) -> what ``decode`` is
+    given."""
     decode: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
     """(query [N, 1, heads, D], cache, index of the layer, prepared) -> [N, 1, heads * D]."""
     prepare_extend: Callable[..., Any]
-    """(cache, new), and the window where there is one, as `prepare_decode`."""
+    """(cache, `NewTokens`) -> what ``extend`` is given."""
     extend: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
-    """As `decode`, with query [T, 1, heads, D]."""
+    """As ``decode``, with query [T, 1, heads, D]."""
     needs_key_length: bool = True
     """False where ``key_length`` is not used, so that one captured graph serves all lengths."""
-    prepare_burst: Callable[[KVCache, torch.Tensor, int], Iterator[Any]] | None = None
+    prepare_steps: Callable[[KVCache, torch.Tensor, int], Iterator[Any]] | None = None
     """`prepare_decode` for positions [k, N] of k steps, each one further than the last, where that is cheaper. A
     step's result is used up before the next one is asked for."""
     block_multiple: int = 1
     """The block size must be a multiple of it."""
-    block_size: int = 64
-    """Tokens a block unless asked otherwise."""
-    unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
-    """As `PackedKernel.unfit`."""
+    unfit: Callable[[DeviceFacts, Requirements], str | None] = anywhere
+    """As of `PackedKernel`."""
     windows: bool = False
-    """As `PackedKernel.windows`."""
 
-    def plan_extend(self, cache: KVCache, new: NewTokens, window: int | None = None) -> Any:
-        """`prepare_extend`, which is given a ``window`` only where a layer has one."""
-        return self.prepare_extend(cache, new) if window is None else self.prepare_extend(cache, new, window)
-
-    def plans(
-        self, cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
-    ) -> Iterator[Any]:
-        """What `decode` is given in each of k steps at ``positions`` [k, N]; the first are below ``key_length``."""
-        if self.prepare_burst is not None and window is None:
-            return self.prepare_burst(cache, positions, key_length)
-        longest, given = cache.max_length, () if window is None else (window,)
-        return (
-            self.prepare_decode(cache, at, min(key_length + step, longest), *given) for step, at in enumerate(positions)
-        )
+    @property
+    def block_size(self) -> int:
+        """Tokens a block unless asked otherwise."""
+        return max(64, self.block_multiple)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Attention over context-parallel ranks: each has its share of every sequence, and all keys and values up to it.
 
 Keys and values of all ranks are gathered once a layer, and their gradients summed and scattered once a layer. What was
-gathered is not kept for the backward pass but gathered again in it: of a layer a rank keeps its own tokens alone.
-Gathering is little beside attention itself: with grouped queries keys and values are a small part of a token. It puts
-no constraint on heads, as an exchange of tokens for heads would, and leaves kernels as they are, as a ring would not.
+gathered is not kept but gathered again in the backward pass, so a rank keeps its own tokens alone. Gathering costs
+little beside attention itself, puts no constraint on heads, as an exchange of tokens for heads would, and leaves
+kernels as they are, as a ring would not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.algorithms.batch import Packing
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.backend import PackedKernel
-from megatron_rl.models.attention.plan import PackedPlan, Ropes
+from megatron_rl.models.attention.plan import PackedPlan, Ropes, prepared_for
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ContextPlan(PackedPlan):
     ) -> ContextPlan:
         """``packing`` has a share; tensors of the model are [W, 1, ...]."""
         share = packing.share
-        prepared = {window: kernel.spans.plan(share, window) for window in windows}
+        prepared = {window: prepared_for(window, kernel.spans.prepare, share) for window in windows}
         return cls.build(
             packing.lengths, packing.cu_seqlens, packing.position_ids[share.local], ropes, dtype, kernel,
             prepared=prepared, share=share, context_group=context_group,
@@ -60,10 +60,10 @@ class ContextPlan(PackedPlan):
 
 
 class _KeysOfAll:
-    """What the spans of this rank see, [K, 1, groups, D] twice: there while a kernel runs, forward or backward.
+    """Keys and values that the spans of this rank see, while a kernel runs, forward or backward.
 
     `_GatherAgain` stands behind the kernel and `_GatheredKeys` before it, so that in the backward pass every rank
-    gathers once, whatever its kernel has kept of it.
+    gathers once, whatever its kernel has kept.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class _KeysOfAll:
 
     @torch.no_grad()
     def gather(self) -> tuple[torch.Tensor, ...]:
-        """Keys and values; collective."""
+        """Keys and values, [K, 1, groups, D] each; collective."""
         own = torch.cat(self._own, 1)  # in one message: [W, 2, groups, D]
         every = own.new_empty(own.shape[0] * self.group.size(), *own.shape[1:])
         dist.all_gather_into_tensor(every, own, group=self.group)
@@ -102,9 +102,7 @@ class _GatheredKeys(torch.autograd.Function):
     """This rank's keys and values to those that its spans see; gradients are summed over the ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: _KeysOfAll
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: _KeysOfAll) -> tuple[torch.Tensor, ...]:
         ctx.kept, ctx.tokens = kept, key.shape[0]
         return kept.gather()
 

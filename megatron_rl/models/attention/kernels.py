@@ -271,17 +271,17 @@ def extend_kernel(
         largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        reach = first + tl.minimum(count, ((tile + 1) * BLOCK_Q + SHARE - 1) // SHARE)
+        key_length = first + tl.minimum(count, ((tile + 1) * BLOCK_Q + SHARE - 1) // SHARE)
         page = tl.load(table + sequence * table_stride)
-        for start in range(0, reach, BLOCK_K):
+        for start in range(0, key_length, BLOCK_K):
             position = start + tl.arange(0, BLOCK_K)
-            inside = position < reach
+            inside = position < key_length
             key = read_block(keys, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
             value = read_block(
                 values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
             )
             # A step ahead: a load that waits for the load of its address is not overlapped.
-            page = tl.load(table + sequence * table_stride + tl.minimum(start + BLOCK_K, reach - 1) // PAGE)
+            page = tl.load(table + sequence * table_stride + tl.minimum(start + BLOCK_K, key_length - 1) // PAGE)
             visible = position[None, :] <= (first + token)[:, None]
             largest, total, mixed = add_block(q, key, value, visible, scale, largest, total, mixed)
         if value_scales is not None:

@@ -6,6 +6,7 @@ and their padding was most of the attention's work.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,23 +43,17 @@ class PaddedRows:
     """No cell is padding: nothing is gathered and nothing scattered."""
 
     @classmethod
-    def build(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor, offsets: torch.Tensor) -> PaddedRows:
-        """``offsets`` [T] int64 count the tokens of each sequence from 0.
-
-        Built on the device of ``cu_seqlens``; reads nothing back to the host.
-        """
-        count, longest = len(lengths), max(*lengths, FEWEST_KEYS)
-        starts = cu_seqlens[:-1].long()
-        columns = torch.arange(longest, device=starts.device)
-        inside = columns[None] < (cu_seqlens[1:].long() - starts)[:, None]
-        gather = torch.where(inside, starts[:, None] + columns, 0).view(-1)
-        row_of_token = torch.repeat_interleave(
-            torch.arange(count, device=starts.device),
-            cu_seqlens[1:].long() - starts,
-            output_size=offsets.numel(),  # given, so that the size is not read from the device
-        )
+    def build(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor) -> PaddedRows:
+        """Built on the device of ``cu_seqlens`` [B + 1]; reads nothing back to the host."""
+        count, longest, tokens, device = len(lengths), max(*lengths, FEWEST_KEYS), sum(lengths), cu_seqlens.device
+        starts, sizes = cu_seqlens[:-1].long(), cu_seqlens.diff()
+        columns = torch.arange(longest, device=device)
+        gather = torch.where(columns < sizes[:, None], starts[:, None] + columns, 0).view(-1)
+        padding_before = torch.arange(count, device=device) * longest - starts
+        # The size is given, so that it is not read from the device.
+        shifts = padding_before.repeat_interleave(sizes, output_size=tokens)
         is_full = all(length == longest for length in lengths)
-        return cls(count, longest, gather, row_of_token * longest + offsets, is_full)
+        return cls(count, longest, gather, torch.arange(tokens, device=device) + shifts, is_full)
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """``[T, 1, H, D]`` -> ``[B, H, longest, D]``."""
@@ -92,12 +87,13 @@ class Buckets:
     ) -> Buckets:
         """See `PackedKernel.prepare`."""
         borders = cheapest_borders(lengths, CUDA_BUCKET_CELLS if position_ids.is_cuda else BUCKET_CELLS)
-        first, tokens, rows = 0, [], []
-        for start, end in zip(borders, borders[1:], strict=False):
-            tokens.append(sum(lengths[start:end]))
-            positions = position_ids[first : first + tokens[-1]]
-            rows.append(PaddedRows.build(lengths[start:end], cu_seqlens[start : end + 1] - first, positions))
-            first += tokens[-1]
+        parts = list(itertools.pairwise(borders))
+        tokens = [sum(lengths[start:end]) for start, end in parts]
+        firsts = itertools.accumulate(tokens, initial=0)
+        rows = [
+            PaddedRows.build(lengths[start:end], cu_seqlens[start : end + 1] - first)
+            for (start, end), first in zip(parts, firsts, strict=False)
+        ]
         return cls(tuple(rows), tuple(tokens), window)
 
 
@@ -110,7 +106,7 @@ def cheapest_borders(lengths: Sequence[int], bucket_cells: int) -> list[int]:
     places = [i for i in range(1, len(lengths)) if lengths[i] != lengths[i - 1]]
     stride = -(-len(places) // MAX_BORDERS) or 1
     borders = [0, *places[::stride], len(lengths)]
-    longest = [max(lengths[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+    longest = [max(lengths[a:b]) for a, b in itertools.pairwise(borders)]
     cost, cut_before = [0.0], [0]
     for end in range(1, len(borders)):
         widest, best = FEWEST_KEYS, (float("inf"), 0)

@@ -6,7 +6,7 @@ host. Here a plan gathers the rows once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,11 +15,26 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.families import PLAIN, LayerKind
-from megatron_rl.models.attention.backend import PackedKernel
-from megatron_rl.models.attention.backends import sdpa
+from megatron_rl.models.attention.backend import CacheKernel, KVCache, PackedKernel
 
 Turns = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Name of a rotation -> cos and sin, [N, 1, 1, R] each, of N tokens."""
+
+
+def prepared_for(window: int | None, prepare: Callable[..., Any], *batch: Any) -> Any:
+    """What a kernel computes once for all layers of one window; None for those without, of which it is not told."""
+    return prepare(*batch) if window is None else prepare(*batch, window)
+
+
+def prepared_steps(
+    kernel: CacheKernel, window: int | None, cache: KVCache, positions: torch.Tensor, key_length: int
+) -> Iterator[Any]:
+    """What ``decode`` is given in each of k steps at ``positions`` [k, N]; the first are below ``key_length``."""
+    if kernel.prepare_steps is not None and window is None:
+        yield from kernel.prepare_steps(cache, positions, key_length)
+        return
+    for step, at in enumerate(positions):
+        yield prepared_for(window, kernel.prepare_decode, cache, at, min(key_length + step, cache.max_length))
 
 
 class RopeTable:
@@ -104,7 +119,7 @@ class PackedPlan(PackedSeqParams):
         position_ids: torch.Tensor,
         ropes: Ropes,
         dtype: torch.dtype,
-        kernel: PackedKernel = sdpa.BACKEND.packed,
+        kernel: PackedKernel,
         windows: Iterable[int | None] = (None,),
         **further: Any,
     ) -> PackedPlan:
@@ -112,18 +127,12 @@ class PackedPlan(PackedSeqParams):
 
         ``windows`` are those of the layers, None for those without.
         """
-        packed = lengths, cu_seqlens, position_ids
-        longest = max(lengths)
+        packed, longest = (lengths, cu_seqlens, position_ids), max(lengths)
         return cls(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            turns=turns_at(ropes, position_ids, dtype),
-            kernel=kernel,
-            **further or {"prepared": {window: kernel.plan(*packed, window) for window in windows}},
-        )
+            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
+            max_seqlen_kv=longest, turns=turns_at(ropes, position_ids, dtype), kernel=kernel,
+            **further or {"prepared": {window: prepared_for(window, kernel.prepare, *packed) for window in windows}},
+        )  # fmt: skip
 
     def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
         """See `AttentionPlan`."""

@@ -1,22 +1,37 @@
-"""Chooses among the attention backends, by flags and device, and tries them out before they are used."""
+"""Chooses among the attention backends, by flags and device, and tries them out before they are used.
+
+The self-check runs small batches against plain torch, on the run's device and in its dtypes. A library of another
+version, or a compiler that makes something else of a kernel on a new GPU, shows there, in milliseconds, and not as a
+policy that learns nothing.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.families import ModelLayout
-from megatron_rl.models.attention.backend import Backend, CacheKernel, DeviceFacts, Numbers, PackedKernel
-from megatron_rl.models.attention.kv_numbers import FP8
-from megatron_rl.models.attention.self_check import fault_of_cache, fault_of_packed
+from megatron_rl.models.attention.backend import (
+    Backend,
+    CacheKernel,
+    DeviceFacts,
+    KVCache,
+    NewTokens,
+    PackedKernel,
+    Requirements,
+)
+from megatron_rl.models.attention.backends import paged, sdpa
+from megatron_rl.models.attention.kv_format import FP8, KVFormat
+from megatron_rl.models.attention.plan import prepared_for
 from megatron_rl.platform import Platform
 from megatron_rl.platform.collectives import any_rank
 from megatron_rl.registry import BACKENDS
@@ -24,7 +39,9 @@ from megatron_rl.registry import BACKENDS
 AUTO = "auto"
 _PLAIN = ("sdpa", "paged")
 """torch's own: what the others are compared with."""
-_CACHE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
+_CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""Of outputs of about 1: the kernels round and add up in other places."""
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
@@ -53,26 +70,30 @@ class Attention:
                 f"{self.cache_name} keeps one of slots; leave it out, or use --attention-backend paged"
             )
             return [Problem("--rl-kv-overcommit", text)] if overcommit > 1 else []
+        if block_size is None or block_size % multiple == 0:
+            return []
         flag = "--inference-dynamic-batching-block-size"
         text = (
             f"{flag} {block_size} is not a multiple of {multiple}, as the pages of {self.cache_name} must be; use "
-            f"{-(-(block_size or 0) // multiple) * multiple}"
+            f"{-(-block_size // multiple) * multiple}"
         )
-        return [Problem(flag, text)] if (block_size or 0) % multiple else []
+        return [Problem(flag, text)]
 
 
-def numbers_of(config: RLConfig) -> Numbers:
+def requirements_of(config: RLConfig) -> Requirements:
     """bf16 with `--bf16`, otherwise fp32; in the cache `--rl-kv-cache-dtype`, of which ``auto`` is the model's."""
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    stored, context_size = _CACHE_TYPES[config.kv_cache_dtype], config.parallel.context_parallel_size
-    return Numbers(dtype, stored, config.model.kv_channels, context_size, config.layers.window_size)
+    return Requirements(
+        dtype=torch.bfloat16 if config.precision.bf16 else torch.float32,
+        cache_dtype=_CACHE_DTYPES[config.kv_cache_dtype],
+        head_width=config.model.kv_channels,
+        context_size=config.parallel.context_parallel_size,
+        window=config.layers.window_size,
+    )
 
 
-def attention_of(
-    config: RLConfig, platform: Platform, faults: Mapping[str, str] = MappingProxyType({})
-) -> Attention:
+def attention_of(config: RLConfig, platform: Platform, faults: Mapping[str, str] = MappingProxyType({})) -> Attention:
     """`choose`, for this model on this device."""
-    return choose(config.kernels.attention_backend, facts_of(platform.device), numbers_of(config), faults)
+    return choose(config.kernels.attention_backend, facts_of(platform.device), requirements_of(config), faults)
 
 
 def checked_attention(config: RLConfig, platform: Platform, layout: ModelLayout) -> Attention:
@@ -84,7 +105,7 @@ def checked_attention(config: RLConfig, platform: Platform, layout: ModelLayout)
         ConfigError: the backend that the user asked for fails.
     """
     heads = config.model.num_attention_heads // layout.tensor_size
-    shape = numbers_of(config), heads, layout.layers[0].cache.heads, platform.device
+    shape = requirements_of(config), heads, layout.layers[0].cache.heads, platform.device
     faults: dict[str, str] = {}
     while True:
         chosen = attention_of(config, platform, faults)
@@ -101,32 +122,27 @@ def checked_attention(config: RLConfig, platform: Platform, layout: ModelLayout)
         faults |= {name: fault for name, fault in found.items() if fault is not None}
 
 
-def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, numbers: Numbers) -> str | None:
-    if isinstance(part, PackedKernel) and part.spans is None and numbers.context_size > 1:
-        return "cannot share sequences over ranks (--context-parallel-size)"
-    if numbers.window is not None and not part.windows:
-        return "has no sliding windows (--window-size)"
-    return part.unfit(device, numbers)
-
-
 def choose(
-    asked: str, device: DeviceFacts, numbers: Numbers | None = None, faults: Mapping[str, str] = MappingProxyType({})
+    asked: str,
+    device: DeviceFacts,
+    needed: Requirements | None = None,
+    faults: Mapping[str, str] = MappingProxyType({}),
 ) -> Attention:
     """``asked`` is `--attention-backend`. What a backend does not compute itself is chosen automatically.
 
     ``flash`` is Megatron's name of the kernel that torch has as ``varlen``.
 
-    Without ``numbers`` whatever the model computes with is taken to fit. ``faults`` are what was wrong with backends
-    that were tried (`self_check`), by name.
+    Without ``needed`` every backend is taken to fit the model. ``faults`` are what the self-check found wrong with
+    backends, by name.
 
     Raises:
-        ConfigError: there is no such backend, the device lacks it, or it does not take the model's numbers.
+        ConfigError: there is no such backend, the device lacks it, or it does not fit the model.
     """
     backends = [BACKENDS.get(name) for name in BACKENDS.names()]
     wanted = None if asked == AUTO else BACKENDS.get("varlen" if asked == "flash" else asked)
 
     def problem(backend: Backend, *parts: PackedKernel | CacheKernel | None) -> str | None:
-        unfit = (_unfit(part, device, numbers) for part in parts if part is not None and numbers is not None)
+        unfit = (_unfit(part, device, needed) for part in parts if part is not None and needed is not None)
         return backend.problem(device) or next(filter(None, unfit), None) or faults.get(backend.name)
 
     if wanted is not None and (fault := problem(wanted, wanted.packed, wanted.cache)) is not None:
@@ -151,3 +167,128 @@ def choose(
     why = "; ".join(["the fastest present" if wanted is None else f"--attention-backend {asked}", *refused])
     reason = f"attention: {packed.name} for packed batches, {cache.name} over the KV cache ({why})"
     return Attention(packed.name, packed.packed, cache.name, cache.cache, reason)
+
+
+def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requirements) -> str | None:
+    if isinstance(part, PackedKernel) and part.spans is None and needed.context_size > 1:
+        return "cannot share sequences over ranks (--context-parallel-size)"
+    if needed.window is not None and not part.windows:
+        return "has no sliding windows (--window-size)"
+    return part.unfit(device, needed)
+
+
+# -- the self-check ----------------------------------------------------------------------------
+
+
+def fault_of_packed(
+    kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
+) -> str | None:
+    """What is wrong with a kernel for packed batches, in words that follow its name; None if nothing is."""
+    lengths = (1, 37, 64, 5)
+    borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    inputs = _random(sum(lengths), (heads, groups, groups), needed, device)
+
+    def run(tried: PackedKernel) -> torch.Tensor:
+        plans = [prepared_for(window, tried.prepare, lengths, borders, positions) for window in _windows(needed)]
+        return torch.cat([tried.attend(*inputs, plan) for plan in plans])
+
+    fault = _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), needed.dtype)
+    return fault or (_fault_of_spans(kernel, needed, heads, groups, device) if needed.context_size > 1 else None)
+
+
+def _windows(needed: Requirements) -> tuple[int | None, ...]:
+    """None for layers without one, and one that the small batches exceed."""
+    return (None,) if needed.window is None else (None, min(needed.window, 16))
+
+
+def _fault_of_spans(
+    kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
+) -> str | None:
+    """The same of what a context-parallel rank computes: is the causal mask aligned at the lower right?"""
+    share = ContextShare.of((1, 37, 64, 6), rank=1, size=2, device=device)
+    (query,) = _random(share.local.numel(), (heads,), needed, device)
+    key, value = _random(share.keys.numel(), (groups, groups), needed, device)
+
+    def run(tried: PackedKernel) -> torch.Tensor:
+        plans = [prepared_for(window, tried.spans.prepare, share) for window in _windows(needed)]
+        return torch.cat([tried.spans.attend(query, key, value, plan) for plan in plans])
+
+    return _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), needed.dtype)
+
+
+def fault_of_cache(
+    kernel: CacheKernel, needed: Requirements, heads: int, groups: int, device: torch.device
+) -> str | None:
+    """The same for a kernel over pages: one new token a row, and several."""
+    page = kernel.block_size
+    lengths = (1, page + 3, 3 * page, 2 * page - 1)
+    cache = _filled(lengths, page, needed, groups, device)
+    positions = torch.tensor(lengths, device=device) - 1
+    (query,) = _random(len(lengths), (heads,), needed, device)
+    new = _new_tokens(lengths, device)
+    (queries,) = _random(new.position_ids.numel(), (heads,), needed, device)
+
+    def run(tried: CacheKernel) -> torch.Tensor:
+        found = []
+        for window in _windows(needed):
+            decode = prepared_for(window, tried.prepare_decode, cache, positions, max(lengths))
+            found.append(tried.decode(query, cache, 0, decode))
+            found.append(tried.extend(queries, cache, 0, prepared_for(window, tried.prepare_extend, cache, new)))
+        return torch.cat(found)
+
+    return _compared(lambda: run(kernel), lambda: run(paged.BACKEND.cache), needed.dtype)
+
+
+@torch.no_grad()
+def _compared(ours: Callable[[], torch.Tensor], twin: Callable[[], torch.Tensor], dtype: torch.dtype) -> str | None:
+    expected = twin().float()
+    try:
+        difference = (ours().float() - expected).abs().max().item()
+    except Exception as error:  # noqa: BLE001 - whatever a library or a compiler raises, the run can do without it
+        first_line = str(error).strip().partition("\n")[0]
+        return f"fails here ({type(error).__name__}: {first_line})"
+    if difference <= _TOLERANCE[dtype]:
+        return None
+    return f"computes something else here: {difference:.2g} off plain torch"
+
+
+def _random(
+    tokens: int, heads: tuple[int, ...], needed: Requirements, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """``[tokens, 1, heads, D]`` each, the same numbers on every rank; the run's own generators are not touched."""
+    generator = torch.Generator().manual_seed(tokens)
+    return tuple(
+        torch.randn(tokens, 1, count, needed.head_width, generator=generator).to(device, needed.dtype)
+        for count in heads
+    )
+
+
+def _filled(lengths: tuple[int, ...], page: int, needed: Requirements, groups: int, device: torch.device) -> KVCache:
+    """One layer, sequences of ``lengths`` in pages that lie in reverse; page 0 is nobody's."""
+    width = -(-max(lengths) // page)
+    count = len(lengths) * width
+    table = torch.arange(count, 0, -1, dtype=torch.int32, device=device).view(len(lengths), width)
+    kv_format = KVFormat(1, groups, needed.dtype, needed.cache_dtype, device)
+    key, value = _random((count + 1) * page, (groups, groups), needed, device)
+    kv_format.calibrate(0, key, value)
+    keys, values = (
+        [rows.view(count + 1, page, groups, needed.head_width).contiguous()] for rows in kv_format.pack(0, key, value)
+    )
+    return SimpleNamespace(
+        keys=keys, values=values, dtype=needed.dtype, max_length=width * page, format=kv_format, table=table,
+        block_size=page,
+    )  # fmt: skip
+
+
+def _new_tokens(lengths: tuple[int, ...], device: torch.device) -> NewTokens:
+    """The last tokens of each sequence, seven at most."""
+    news = [min(length, 7) for length in lengths]
+    positions = [torch.arange(length - new, length, device=device) for length, new in zip(lengths, news, strict=True)]
+    return NewTokens(
+        rows=torch.arange(len(lengths), device=device),
+        lengths=news,
+        cu_seqlens=torch.tensor([0, *news], device=device).cumsum(0).int(),
+        position_ids=torch.cat(positions),
+        key_length=max(lengths),
+    )

@@ -24,7 +24,7 @@ class PlannedSelfAttention(SelfAttention):
 
     kind: LayerKind = PLAIN
     kv_rounding: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """What a KV cache of fewer bits does to keys and values; see `kv_numbers.rounded_attention`."""
+    """What a KV cache of fewer bits does to keys and values; see `kv_format.rounded_attention`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -16,12 +16,10 @@ class Fp8(RowRecipe):
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
         """FP8 tensor cores came with compute capability 8.9; rowwise scales are for Hopper and later."""
-        if capability is not None and capability < (9, 0):
-            return (
-                f"{self.name} needs a GPU of compute capability 9.0 or more and this one is "
-                f"{capability[0]}.{capability[1]}; use int8"
-            )
-        return None
+        if capability is None or capability >= (9, 0):
+            return None
+        own = "{}.{}".format(*capability)
+        return f"{self.name} needs a GPU of compute capability 9.0 or more and this one is {own}; use int8"
 
 
 RECIPE = Fp8()

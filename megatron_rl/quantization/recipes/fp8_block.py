@@ -27,12 +27,10 @@ class Fp8Block(Recipe):
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
         """Blockwise products exist for Hopper."""
-        if capability is not None and capability[0] != 9:
-            return (
-                f"{self.name} needs a GPU of compute capability 9 (Hopper) and this one is "
-                f"{capability[0]}.{capability[1]}; use fp8 or int8"
-            )
-        return None
+        if capability is None or capability[0] == 9:
+            return None
+        own = "{}.{}".format(*capability)
+        return f"{self.name} needs a GPU of compute capability 9 (Hopper) and this one is {own}; use fp8 or int8"
 
     def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [ceil(N / 128), 1, ceil(K / 128), 1]."""
@@ -111,21 +109,15 @@ def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, d
     offers no padding of the scales alone; and the tiles' in columns padded to a multiple of four, which is how
     ``q.operand`` holds them.
     """
-    kinds = functional.ScalingType
-    tokens = codes.shape[0]
+    kinds, tokens = functional.ScalingType, codes.shape[0]
     missing = -tokens % 4
     if missing:
         codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
         scales = functional.pad(scales.t(), (0, missing)).t()
     product = functional.scaled_mm(
-        codes,
-        q.codes.t(),
-        scales.t().contiguous().t(),
-        kinds.BlockWise1x128,
-        q.operand.t(),
-        kinds.BlockWise128x128,
+        codes, q.codes.t(), scales.t().contiguous().t(), kinds.BlockWise1x128, q.operand.t(), kinds.BlockWise128x128,
         output_dtype=torch.bfloat16,
-    )
+    )  # fmt: skip
     return product[:tokens, : q.rows].to(dtype)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.platform.memory import DeviceMemory, release, storages_of, take_back
+from megatron_rl.platform.device import DeviceMemory, release, storages_of, take_back
 
 logger = logging.getLogger(__name__)
 

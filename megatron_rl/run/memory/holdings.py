@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from megatron_rl.platform.device import as_bytes, release, storages_of, take_back
 from megatron_rl.platform.megatron import remake_parameters
-from megatron_rl.platform.memory import as_bytes, release, storages_of, take_back
 from megatron_rl.trainer.optimizer import Optimization
 
 SMALLEST_PIECE = 2**20

@@ -27,8 +27,8 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.device import DeviceMemory, storages_of
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.memory import DeviceMemory, storages_of
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.memory.cache import CacheResidency, in_words, plan_cache
 from megatron_rl.run.memory.estimate import Estimate, estimate, slot_bytes
@@ -136,14 +136,14 @@ class Phases:
     @contextlib.contextmanager
     def rollouts(self, quantized: bool = True) -> Iterator[None]:
         """The model generates in here, on quantised weights if there are any and they are wanted."""
-        training, numbers = self._training, self.quantization
+        training = self._training
         with rollout_mode(self._policy, () if training is None else training.optimization.wrapped):
             try:
                 if training is not None:
                     training.leave()
-                if quantized and numbers.wants_calibration:
+                if quantized and self.quantization.wants_calibration:
                     self._calibrate()
-                with numbers.rollout() if quantized else numbers.linears.suspended():
+                with self._format(quantized):
                     if training is not None and quantized:
                         training.leave_weights()
                     self._cache.before_rollout()
@@ -177,13 +177,18 @@ class Phases:
             "gradients": 0 if training is None else size_of(training.gradients.storages),
             "optimizer": 0 if training is None else size_of(training.state.storages),
             "critic": 0 if training is None or training.critic is None else training.critic.held,
-            "quantized": self.quantization.linears.held_bytes,
+            "quantized": self.quantization.linears.held_bytes if self.quantization.is_quantized else 0,
             "teacher": size_of(self._teacher),
             "kv_cache": 0 if self._engine is None else size_of(storages_of(self._engine.cache_tensors)),
         }
 
+    def _format(self, quantized: bool) -> contextlib.AbstractContextManager[None]:
+        if not self.quantization.is_quantized:
+            return contextlib.nullcontext()
+        return self.quantization.rollout() if quantized else self.quantization.linears.suspended()
+
     def _release_copies(self) -> None:
-        if self._cache.is_released:
+        if self._cache.is_released and self.quantization.is_quantized:
             self.quantization.release()
 
     def _come_home(self) -> None:

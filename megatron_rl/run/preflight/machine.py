@@ -179,9 +179,7 @@ def attention_problems(config: RLConfig) -> list[Problem]:
     asked = any(name in config.typed for name in _ASKED)
     if not asked or not config.model.is_complete or is_for_other_machines(config):
         return problems
-    from megatron_rl.models.attention.selection import (
-        attention_of,
-    )
+    from megatron_rl.models.attention.selection import attention_of
     from megatron_rl.platform import current_platform
 
     rollout = config.rollout

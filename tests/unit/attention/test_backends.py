@@ -9,7 +9,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.models.attention.backend import Backend, NewTokens
-from megatron_rl.models.attention.kv_numbers import FP8
+from megatron_rl.models.attention.kv_format import FP8
 from megatron_rl.models.attention.selection import choose, facts_of
 from megatron_rl.registry import BACKENDS
 from tests.support.paged import naive
@@ -31,10 +31,10 @@ def make_cache(backend: Backend, stored: torch.dtype | None) -> Cache:
 def written(cache: Cache, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill a slot up to ``length``; what is read from it, [length, groups, D] each."""
     key, value = torch.randn(length, 1, GROUPS, WIDTH), 30 * torch.randn(length, 1, GROUPS, WIDTH)
-    cache.numbers.calibrate(0, key, value)
+    cache.format.calibrate(0, key, value)
     places = cache.slot_mapping(torch.full((length,), slot), torch.arange(length))
     cache.write(0, places, key, value)
-    key, value = cache.numbers.round_trip(0, key, value)
+    key, value = cache.format.round_trip(0, key, value)
     return key[:, 0], value[:, 0]
 
 
@@ -67,7 +67,6 @@ def test_extend(name: str, spans: list[tuple[int, int]], stored: torch.dtype | N
         rows=torch.tensor(slots),
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        offsets=torch.cat([torch.arange(length) for length in lengths]),
         position_ids=torch.cat([torch.arange(*span) for span in spans]),
         key_length=max(end for _, end in spans),
     )

@@ -73,8 +73,7 @@ def test_same_bits_as_one_set_of_rows(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], full: list[bool] | None
 ) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    offsets = torch.cat([torch.arange(length) for length in lengths])
-    whole = Buckets((PaddedRows.build(lengths, cu_seqlens, offsets),), (sum(lengths),))
+    whole = Buckets((PaddedRows.build(lengths, cu_seqlens),), (sum(lengths),))
     monkeypatch.setattr(padded, "BUCKET_CELLS", 1)
     bucketed = buckets_of(lengths)
     assert full is None or [rows.is_full for rows in bucketed.rows] == full

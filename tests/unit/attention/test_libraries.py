@@ -16,11 +16,10 @@ import torch
 
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.errors import ConfigError
-from megatron_rl.models.attention.backend import Backend, DeviceFacts, Numbers
+from megatron_rl.models.attention.backend import Backend, DeviceFacts, Requirements
 from megatron_rl.models.attention.backends import varlen
-from megatron_rl.models.attention.kv_numbers import FP8
-from megatron_rl.models.attention.selection import choose
-from megatron_rl.models.attention.self_check import fault_of_cache, fault_of_packed
+from megatron_rl.models.attention.kv_format import FP8
+from megatron_rl.models.attention.selection import choose, fault_of_cache, fault_of_packed
 from megatron_rl.registry import BACKENDS
 from tests.support import fake_kernels
 from tests.support.paged import FilledPages
@@ -28,7 +27,7 @@ from tests.support.paged import FilledPages
 HOPPER, AMPERE, TURING, CPU = (
     DeviceFacts("cuda", (9, 0)), DeviceFacts("cuda", (8, 0)), DeviceFacts("cuda", (7, 5)), DeviceFacts("cpu")
 )  # fmt: skip
-BF16 = Numbers(torch.bfloat16, torch.bfloat16, 128)
+BF16 = Requirements(torch.bfloat16, torch.bfloat16, 128)
 
 
 KERNELS = {"2.13": fake_kernels.varlen_attn, "2.11": fake_kernels.varlen_attn_of_2_11}
@@ -88,11 +87,11 @@ def test_cache(backend: Backend, lengths: list[int]) -> None:
 @pytest.mark.parametrize("window", [1, 5])
 def test_windows(backend: Backend, window: int) -> None:
     """The self-check of a run with windows passes, in bf16, and fails where they are forgotten."""
-    numbers, cpu = replace(BF16, width=16, window=window, context_size=2), torch.device("cpu")
-    assert fault_of_packed(backend.packed, numbers, 4, 2, cpu) is None
+    needed, cpu = replace(BF16, head_width=16, window=window, context_size=2), torch.device("cpu")
+    assert fault_of_packed(backend.packed, needed, 4, 2, cpu) is None
     if backend.cache is not None:
-        assert fault_of_cache(backend.cache, numbers, 4, 2, cpu) is None
-    assert fault_of_packed(replace(backend.packed, attend=_forgets_the_window(backend)), numbers, 4, 2, cpu)
+        assert fault_of_cache(backend.cache, needed, 4, 2, cpu) is None
+    assert fault_of_packed(replace(backend.packed, attend=_forgets_the_window(backend)), needed, 4, 2, cpu)
 
 
 def test_a_backend_without_windows_is_refused_by_name_and_passed_over() -> None:
@@ -129,23 +128,28 @@ def test_a_cpu_has_none_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("device", "numbers", "packed", "cache"),
+    ("device", "needed", "packed", "cache"),
     [
         (HOPPER, BF16, "varlen", "triton_paged"),
-        (HOPPER, Numbers(torch.bfloat16, FP8, 128), "varlen", "triton_paged"),
-        (HOPPER, Numbers(torch.float32, torch.float32, 64), "sdpa", "triton_paged"),
-        (HOPPER, Numbers(torch.float32, torch.float32, 128), "sdpa", "sdpa"),
-        (HOPPER, Numbers(torch.bfloat16, torch.bfloat16, 512), "sdpa", "sdpa"),
-        (AMPERE, Numbers(torch.bfloat16, FP8, 128), "varlen", "sdpa"),
+        (HOPPER, Requirements(torch.bfloat16, FP8, 128), "varlen", "triton_paged"),
+        (HOPPER, Requirements(torch.float32, torch.float32, 64), "sdpa", "triton_paged"),
+        (HOPPER, Requirements(torch.float32, torch.float32, 128), "sdpa", "sdpa"),
+        (HOPPER, Requirements(torch.bfloat16, torch.bfloat16, 512), "sdpa", "sdpa"),
+        (AMPERE, Requirements(torch.bfloat16, FP8, 128), "varlen", "sdpa"),
         (TURING, BF16, "sdpa", "triton_paged"),
         (CPU, BF16, "sdpa", "sdpa"),
     ],
 )
 def test_the_automatic_choice(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch, device: DeviceFacts, numbers: Numbers, packed: str, cache: str
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    device: DeviceFacts,
+    needed: Requirements,
+    packed: str,
+    cache: str,
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    chosen = choose("auto", device, numbers)
+    chosen = choose("auto", device, needed)
     assert (chosen.packed_name, chosen.cache_name) == (packed, cache)
 
 
@@ -158,20 +162,20 @@ def test_the_kernel_by_name_and_by_megatrons(backend: Backend, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers", "why"),
+    ("name", "needed", "why"),
     [
-        ("flash", Numbers(torch.bfloat16, FP8, 128), "reads a KV cache in the model's own numbers only"),
-        ("varlen", Numbers(torch.float32, torch.float32, 128), "computes in 16 bits only (--bf16)"),
-        ("varlen", Numbers(torch.bfloat16, torch.bfloat16, 100), "in multiples of 8, not of 100"),
-        ("triton_paged", Numbers(torch.bfloat16, torch.bfloat16, 300), "up to 256 numbers, not of 300"),
+        ("flash", Requirements(torch.bfloat16, FP8, 128), "reads a KV cache in the model's own numbers only"),
+        ("varlen", Requirements(torch.float32, torch.float32, 128), "computes in 16 bits only (--bf16)"),
+        ("varlen", Requirements(torch.bfloat16, torch.bfloat16, 100), "in multiples of 8, not of 100"),
+        ("triton_paged", Requirements(torch.bfloat16, torch.bfloat16, 300), "up to 256 numbers, not of 300"),
     ],
 )
 def test_what_a_kernel_does_not_take_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, numbers: Numbers, why: str
+    monkeypatch: pytest.MonkeyPatch, name: str, needed: Requirements, why: str
 ) -> None:
     monkeypatch.setattr(varlen, "BACKEND", varlen.backend(has_pages=True))
     with pytest.raises(ConfigError) as refused:
-        choose(name, HOPPER, numbers)
+        choose(name, HOPPER, needed)
     (line,) = refused.value.lines
     assert line.startswith(f"--attention-backend {name} ") and why in line
     assert name not in line.partition("; use auto, or ")[2]

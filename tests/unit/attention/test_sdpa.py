@@ -14,8 +14,7 @@ HEADS, GROUPS, WIDTH = 4, 2, 8
 
 def rows_of(lengths: list[int]) -> PaddedRows:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return PaddedRows.build(lengths, cu_seqlens, positions)
+    return PaddedRows.build(lengths, cu_seqlens)
 
 
 def naive(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -10,18 +10,18 @@ import torch
 
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.errors import ConfigError
-from megatron_rl.models.attention import self_check
-from megatron_rl.models.attention.backend import Backend, Numbers, SpanKernel
+from megatron_rl.models.attention import selection
+from megatron_rl.models.attention.backend import Backend, Requirements, SpanKernel
 from megatron_rl.models.attention.backends import paged, sdpa
-from megatron_rl.models.attention.kv_numbers import FP8
+from megatron_rl.models.attention.kv_format import FP8
 from megatron_rl.registry import BACKENDS
 from tests.support.tiny import tiny_config, tiny_policy
 
 CPU = torch.device("cpu")
-NUMBERS = [
-    Numbers(torch.float32, torch.float32, 16),
-    Numbers(torch.bfloat16, torch.bfloat16, 80),
-    Numbers(torch.bfloat16, FP8, 64),
+REQUIREMENTS = [
+    Requirements(torch.float32, torch.float32, 16),
+    Requirements(torch.bfloat16, torch.bfloat16, 80),
+    Requirements(torch.bfloat16, FP8, 64),
 ]
 
 
@@ -40,25 +40,25 @@ def raising(*_: object) -> torch.Tensor:
     raise RuntimeError("no kernel image\nis available")
 
 
-@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
-def test_right_kernels_pass(numbers: Numbers) -> None:
-    own = dataclasses.replace(paged.BACKEND.cache, block_size=32)
-    assert self_check.fault_of_cache(own, numbers, 4, 2, CPU) is None
-    assert self_check.fault_of_packed(sdpa.BACKEND.packed, numbers, 4, 2, CPU) is None
+@pytest.mark.parametrize("needed", REQUIREMENTS, ids=str)
+def test_right_kernels_pass(needed: Requirements) -> None:
+    own = dataclasses.replace(paged.BACKEND.cache, block_multiple=32)
+    assert selection.fault_of_cache(own, needed, 4, 2, CPU) is None
+    assert selection.fault_of_packed(sdpa.BACKEND.packed, needed, 4, 2, CPU) is None
 
 
-@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize("needed", REQUIREMENTS, ids=str)
 @pytest.mark.parametrize("part", ["decode", "extend"])
-def test_wrong_kernels_do_not(numbers: Numbers, part: str) -> None:
+def test_wrong_kernels_do_not(needed: Requirements, part: str) -> None:
     kernel = paged.BACKEND.cache
     wrong = dataclasses.replace(kernel, **{part: broken(getattr(kernel, part))})
-    assert "off plain torch" in self_check.fault_of_cache(wrong, numbers, 4, 2, CPU)
+    assert "off plain torch" in selection.fault_of_cache(wrong, needed, 4, 2, CPU)
     packed = dataclasses.replace(sdpa.BACKEND.packed, attend=broken(sdpa.BACKEND.packed.attend))
-    assert "off plain torch" in self_check.fault_of_packed(packed, numbers, 4, 2, CPU)
+    assert "off plain torch" in selection.fault_of_packed(packed, needed, 4, 2, CPU)
 
 
-@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
-def test_a_causal_mask_in_the_wrong_corner_is_noticed_where_sequences_are_shared(numbers: Numbers) -> None:
+@pytest.mark.parametrize("needed", REQUIREMENTS, ids=str)
+def test_a_causal_mask_in_the_wrong_corner_is_noticed_where_sequences_are_shared(needed: Requirements) -> None:
     """Whole sequences do not show it: each span is as long as its keys."""
     packed = sdpa.BACKEND.packed
 
@@ -75,15 +75,15 @@ def test_a_causal_mask_in_the_wrong_corner_is_noticed_where_sequences_are_shared
         return torch.cat([own.permute(2, 0, 1, 3).flatten(2) for own in found])
 
     wrong = dataclasses.replace(packed, spans=SpanKernel(lambda share: share, upper_left))
-    shared = dataclasses.replace(numbers, context_size=2)
-    assert self_check.fault_of_packed(wrong, numbers, 4, 2, CPU) is None
-    assert "off plain torch" in self_check.fault_of_packed(wrong, shared, 4, 2, CPU)
-    assert self_check.fault_of_packed(packed, shared, 4, 2, CPU) is None
+    shared = dataclasses.replace(needed, context_size=2)
+    assert selection.fault_of_packed(wrong, needed, 4, 2, CPU) is None
+    assert "off plain torch" in selection.fault_of_packed(wrong, shared, 4, 2, CPU)
+    assert selection.fault_of_packed(packed, shared, 4, 2, CPU) is None
 
 
 def test_the_first_line_of_an_error_is_told() -> None:
     kernel = dataclasses.replace(paged.BACKEND.cache, decode=raising)
-    assert self_check.fault_of_cache(kernel, NUMBERS[0], 4, 2, CPU) == "fails here (RuntimeError: no kernel image)"
+    assert selection.fault_of_cache(kernel, REQUIREMENTS[0], 4, 2, CPU) == "fails here (RuntimeError: no kernel image)"
 
 
 def offered(monkeypatch: pytest.MonkeyPatch, decode: Callable[..., torch.Tensor]) -> None:

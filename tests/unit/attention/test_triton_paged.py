@@ -11,8 +11,8 @@ import importlib.util
 import pytest
 import torch
 
-from megatron_rl.models.attention.backend import Numbers
-from megatron_rl.models.attention.kv_numbers import FP8
+from megatron_rl.models.attention.backend import Requirements
+from megatron_rl.models.attention.kv_format import FP8
 from megatron_rl.models.attention.selection import DeviceFacts
 from megatron_rl.registry import BACKENDS
 from tests.support.interpreter import INTERPRETED, mend, run_interpreted
@@ -62,8 +62,8 @@ class KernelChecks:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_codes(self, dtype):
         pages = self.pages([3, 33, 70], dtype=dtype, stored=FP8, width=32)
-        pages.cache.numbers.key_scales *= torch.tensor([4.0, 0.5], device=self.device)
-        pages.cache.numbers.value_scales *= torch.tensor([0.25, 8.0], device=self.device)
+        pages.cache.format.key_scales *= torch.tensor([4.0, 0.5], device=self.device)
+        pages.cache.format.value_scales *= torch.tensor([0.25, 8.0], device=self.device)
         self.check(pages)
 
     @pytest.mark.parametrize("length", [1, 255, 256, 257, 512, 1300])
@@ -172,5 +172,5 @@ def test_where_they_run(monkeypatch, device, interpreter, wanted):
 def test_what_they_take(capability, stored, width, wanted):
     kernel = BACKENDS.get("triton_paged").cache
     dtype = torch.bfloat16 if stored == FP8 else stored
-    problem = kernel.unfit(DeviceFacts("cuda", capability), Numbers(dtype, stored, width))
+    problem = kernel.unfit(DeviceFacts("cuda", capability), Requirements(dtype, stored, width))
     assert (problem is None) if wanted is None else (wanted in problem)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.cli import doctor
-from megatron_rl.models.attention import self_check
+from megatron_rl.models.attention import selection
 
 
 def _report(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
@@ -44,7 +44,7 @@ def test_a_package_that_is_missing_or_old_is_an_error_with_its_command(capsys, m
 
 
 def test_a_kernel_that_computes_something_else_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(self_check, "fault_of_packed", lambda *_: "computes something else here: 0.3 off plain torch")
+    monkeypatch.setattr(selection, "fault_of_packed", lambda *_: "computes something else here: 0.3 off plain torch")
     code, found = _report(capsys)
     assert code == 0
     assert found["sdpa"][0] == "warning"

@@ -16,8 +16,8 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.families import read_model
-from megatron_rl.models.attention.backend import Numbers
-from megatron_rl.models.attention.self_check import fault_of_packed
+from megatron_rl.models.attention.backend import Requirements
+from megatron_rl.models.attention.selection import fault_of_packed
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FAMILIES, FILTERS, LOSSES, RECIPES
 from megatron_rl.run.preflight.extensions import extension_problems
@@ -144,7 +144,7 @@ def test_the_family_has_the_logits_of_transformers(
 
 def test_the_attention_backend() -> None:
     backend = executed("megatron_rl/models/attention/backends/one_by_one.py").BACKEND
-    numbers = Numbers(torch.float32, torch.float32, width=16)
+    numbers = Requirements(torch.float32, torch.float32, head_width=16)
     assert fault_of_packed(backend.packed, numbers, heads=4, groups=2, device=torch.device("cpu")) is None
 
 

@@ -15,7 +15,7 @@ import megatron_rl.run.memory.estimate
 from megatron_rl.algorithms import logprobs
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.models.attention.selection import numbers_of
+from megatron_rl.models.attention.selection import requirements_of
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
@@ -133,7 +133,7 @@ def test_kv_cache(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
         max_batch_size=config.rollout.inference_max_batch_size,
         max_sequence_length=config.rollout.inference_max_seq_length,
         cache_budget_gb=config.rollout.inference_dynamic_batching_buffer_size_gb,
-        kv_cache_dtype=numbers_of(config).stored,
+        kv_cache_dtype=requirements_of(config).cache_dtype,
     )
     result = estimated(config)
     assert result.cache_slots == engine.max_batch_size

@@ -17,8 +17,8 @@ from megatron_rl.families.architecture import padded_vocabulary
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.quantization.copies import StackedLinear
 from megatron_rl.quantization.linears import parallel_linears
-from megatron_rl.quantization.stacks import StackedLinear
 from megatron_rl.registry import FAMILIES
 from tests.support.hugging_face import EXAMPLES, hf_run
 from tests.support.ranks import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.platform.memory import DeviceMemory
+from megatron_rl.platform.device import DeviceMemory
 from megatron_rl.run.memory.cache import CacheResidency
 from megatron_rl.trainer.optimizer import Optimization
 from tests.support.generation import generate, largest_gap, rollout_engine, tokens

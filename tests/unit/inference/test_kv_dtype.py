@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.attention.kv_format import FP8, rounded_attention
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens
@@ -54,7 +54,7 @@ def test_the_rounding_shows_and_is_all_there_is(
     engine, requests = rollout_engine(policy, kv_cache_dtype=stored), ragged_requests(6, 2, max_new_tokens=16)
     batch = packed(requests, generate(policy, engine, requests))
     plain = gaps(policy, one_rank, batch, 1.0)
-    with rounded_attention(policy.gpt.decoder.layers, engine.kv_numbers):
+    with rounded_attention(policy.gpt.decoder.layers, engine.kv_format):
         rounded = gaps(policy, one_rank, batch, 1.0)
     assert plain.max() > 1e-3, "nothing was rounded"
     assert rounded.mean() < plain.mean() / 100
@@ -74,15 +74,15 @@ def test_neither_neighbours_nor_slots_change_a_token(policy: PolicyModel, stored
 
 def test_scales_are_set_once_a_rollout_and_in_place(policy: PolicyModel) -> None:
     engine, requests = fp8_engine(policy, max_batch_size=2), ragged_requests(6, 2, max_new_tokens=8)
-    place = engine.kv_numbers.key_scales.data_ptr()
+    place = engine.kv_format.key_scales.data_ptr()
     generate(policy, engine, requests[:1])
-    first = engine.kv_numbers.key_scales.clone()
+    first = engine.kv_format.key_scales.clone()
     generate(policy, engine, requests)
-    assert torch.equal(engine.kv_numbers.key_scales, first), "the first prompts are the same"
-    engine.kv_numbers.key_scales.fill_(1.0)
+    assert torch.equal(engine.kv_format.key_scales, first), "the first prompts are the same"
+    engine.kv_format.key_scales.fill_(1.0)
     generate(policy, engine, requests)
-    assert torch.equal(engine.kv_numbers.key_scales, first)
-    assert engine.kv_numbers.key_scales.data_ptr() == place
+    assert torch.equal(engine.kv_format.key_scales, first)
+    assert engine.kv_format.key_scales.data_ptr() == place
     assert not (first == 1.0).any()
 
 
@@ -91,7 +91,7 @@ def test_keys_beyond_all_bounds_leave_finite_log_probs(one_rank: ParallelGroups)
     policy = tiny_policy()
     engine, requests = fp8_engine(policy), ragged_requests(4, 2, max_new_tokens=8)
     engine.begin(0, 0)
-    numbers = engine.kv_numbers
+    numbers = engine.kv_format
     numbers.calibrate(0, torch.full((1, 1, 2, 8), 1e-20), torch.full((1, 1, 2, 8), 1e-20))
     numbers.calibrate(1, torch.full((1, 1, 2, 8), 1e-20), torch.full((1, 1, 2, 8), 1e-20))
     numbers.begin = lambda: None

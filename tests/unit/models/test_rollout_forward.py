@@ -108,7 +108,7 @@ def training_logits(policy: PolicyModel, sequences: list[tuple[int, ...]]) -> li
     lengths = [len(sequence) for sequence in sequences]
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    plan = PackedPlan.build(lengths, borders, positions, policy.ropes, policy.dtype)
+    plan = PackedPlan.build(lengths, borders, positions, policy.ropes, policy.dtype, policy.attention.packed)
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     policy.gpt.train()
     logits = policy.gpt(ids[None], positions[None], None, packed_seq_params=plan)

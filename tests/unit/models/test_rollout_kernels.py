@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.models.attention.kv_numbers import FP8, KVNumbers
+from megatron_rl.models.attention.kv_format import FP8, KVFormat
 from megatron_rl.models.attention.plan import rotate
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing
@@ -137,7 +137,7 @@ class KernelChecks:
         mixed, cos, sin = randn(1, 1, 3, 16), randn(1, 1, 1, 16), randn(1, 1, 1, 16)
         mixed[0, 0, 2, 5] = float("nan")
         mixed[0, 0, 2, 6] = 1e9
-        stored = self._stored(KVNumbers(1, 1, torch.float32, FP8, torch.device(self.device)), 1, 16, torch.tensor([0]))
+        stored = self._stored(KVFormat(1, 1, torch.float32, FP8, torch.device(self.device)), 1, 16, torch.tensor([0]))
         rotate_store(*map(self._to, (mixed, cos, sin)), None, None, *stored)
         value = stored[1].view(FP8).float()[0, 0, 0].cpu()
         assert value[5].isnan() and value[6] == 448.0 and value.isnan().sum() == 1
@@ -174,7 +174,7 @@ class KernelChecks:
             randn(columns, seed=3, dtype=dtype), 1 + randn(columns, seed=4, dtype=dtype),
         ]  # fmt: skip
 
-    def _stored(self, numbers: KVNumbers, groups: int, width: int, cells: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _stored(self, numbers: KVFormat, groups: int, width: int, cells: torch.Tensor) -> tuple[torch.Tensor, ...]:
         keys, values = (torch.zeros(4, 16, groups, width, dtype=numbers.storage, device=self.device) for _ in range(2))
         return keys, values, cells.to(self.device), *numbers.scales(0)
 
@@ -194,9 +194,9 @@ class KernelChecks:
             )
         query = rotate(query.reshape(3, 1, groups * share, width), cos, sin)
         key, value = rotate(key[:, None], cos, sin), value[:, None]
-        numbers = KVNumbers(1, groups, dtype, stored, torch.device("cpu"))
+        numbers = KVFormat(1, groups, dtype, stored, torch.device("cpu"))
         numbers.calibrate(0, key, value)
-        there = KVNumbers(1, groups, dtype, stored, torch.device(self.device))
+        there = KVFormat(1, groups, dtype, stored, torch.device(self.device))
         if stored == FP8:
             there.key_scales.copy_(numbers.key_scales), there.value_scales.copy_(numbers.value_scales)
         stored_in = self._stored(there, groups, width, cells)

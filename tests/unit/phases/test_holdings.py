@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.platform import memory
+from megatron_rl.platform import device
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.memory import holdings
 from megatron_rl.run.memory.holdings import Gradients, OptimizerState, state_storages
@@ -36,7 +36,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory comes back with NaN in it: a CPU's allocator may well return the very bytes that were given up."""
-    take_back = memory.take_back
+    take_back = device.take_back
 
     def with_garbage(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
         return take_back(storage, size).fill_(255)
@@ -219,7 +219,7 @@ def test_a_return_that_runs_out_of_memory_goes_on_later(
         calls.append(size)
         if len(calls) == 5:
             raise torch.OutOfMemoryError("no more")
-        return memory.take_back(storage, size)
+        return device.take_back(storage, size)
 
     monkeypatch.setattr(holdings, "take_back", scarce)
     with pytest.raises(torch.OutOfMemoryError):

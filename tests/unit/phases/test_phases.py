@@ -11,8 +11,8 @@ import torch
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import EngineError
+from megatron_rl.platform.device import DeviceMemory
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.memory.estimate import estimate, slot_bytes
 from megatron_rl.run.memory.holdings import Gradients, state_storages

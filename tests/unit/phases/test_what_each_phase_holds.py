@@ -13,8 +13,8 @@ import torch
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.loop import RLRun, rl_step
 from megatron_rl.platform import current_platform
+from megatron_rl.platform.device import DeviceMemory
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
-from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.run.memory.estimate import estimate
 from megatron_rl.run.training import book
 from tests.support.checkpoints import differences

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.platform import memory
-from megatron_rl.platform.memory import DeviceMemory, is_out_of_memory, reason_of
+from megatron_rl.platform import device
+from megatron_rl.platform.device import DeviceMemory, is_out_of_memory, reason_of
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_a_long_reason_is_cut() -> None:
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "host_available", lambda: 1000)
+    monkeypatch.setattr(device, "host_available", lambda: 1000)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert DeviceMemory(CPU).free() == 250
@@ -65,5 +65,5 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
 def test_caches_that_the_system_gives_up_are_free(tmp_path: Path) -> None:
     table = tmp_path / "meminfo"
     table.write_text("MemTotal:       16000 kB\nMemFree:         100 kB\nMemAvailable:    7000 kB\n")
-    assert memory.host_available(table) == 7000 * 1024
-    assert memory.host_available(tmp_path / "absent") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert device.host_available(table) == 7000 * 1024
+    assert device.host_available(tmp_path / "absent") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

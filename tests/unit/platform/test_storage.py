@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.platform.memory import as_bytes, release, storages_of, take_back
+from megatron_rl.platform.device import as_bytes, release, storages_of, take_back
 
 
 def test_each_storage_once_and_none_that_is_excluded() -> None:

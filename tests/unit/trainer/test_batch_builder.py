@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,12 +32,13 @@ class Replicas:
     shares_experts: bool = False
 
     @property
-    def data_size(self) -> int:
-        return self.rollout_group.size() // self.context_size
+    def data_group(self) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: self.rollout_group.size() // self.context_size)
 
     @property
-    def context_rank(self) -> int:
-        return self.rollout_group.rank() % self.context_size
+    def context_group(self) -> SimpleNamespace:
+        rank = self.rollout_group.rank() % self.context_size
+        return SimpleNamespace(rank=lambda: rank, size=lambda: self.context_size)
 
 
 def make_samples(count: int) -> list[Sample]:

@@ -13,7 +13,7 @@ import torch
 from megatron_rl.algorithms import StepRewards, TokenBatch
 from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.errors import TrainingError
-from megatron_rl.models.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.models.attention.kv_format import FP8, rounded_attention
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -57,7 +57,7 @@ class Case:
         if fp8_cache:
             flags |= {"rl_kv_cache_dtype": "fp8", "rl_rollout_quantization": recipe}
             if emulated:
-                layers, numbers = self.policy.gpt.decoder.layers, self.engine.kv_numbers
+                layers, numbers = self.policy.gpt.decoder.layers, self.engine.kv_format
                 rounded = functools.partial(rounded_attention, layers, numbers)
         config = tiny_config(rl_mismatch_action=action, rl_correction=correction, **flags)
         self.gate = ParityGate(config, self.scorer, self.quantization, groups.data_group, rounded)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
-from megatron_rl.models.attention.backend import Backend, CacheKernel, Numbers
+from megatron_rl.models.attention.backend import Backend, CacheKernel, Requirements
 from megatron_rl.models.attention.selection import facts_of
 from megatron_rl.models.gpt import build_model
 from megatron_rl.platform.groups import seed_everything
@@ -35,7 +35,7 @@ def decode_attention(bench: Bench) -> Iterator[Row]:
         if backend.cache is None:
             continue
         labels = {"backend": name, "cache": str(stored).removeprefix("torch.")}
-        problem = backend.problem(facts) or backend.cache.unfit(facts, Numbers(dtype, stored, width))
+        problem = backend.problem(facts) or backend.cache.unfit(facts, Requirements(dtype, stored, width))
         if problem is not None:
             yield {**labels, "skipped": problem}
             continue

@@ -12,9 +12,7 @@ from megatron_rl.models.attention.backend import Backend, CacheKernel, KVCache, 
 from megatron_rl.models.attention.backends.sdpa import CachePlan, plan_decode, plan_extend
 
 
-def _prepare_decode(
-    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
-) -> CachePlan:
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> CachePlan:
     pages = _pages(cache, cache.table[: positions.shape[0]], key_length)
     return plan_decode(pages, positions, pages.shape[1] * cache.block_size, cache.dtype, window)
 
@@ -31,7 +29,7 @@ def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor
 
 def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
     kept = (stored[layer][plan.where].flatten(1, 2).transpose(1, 2) for stored in (cache.keys, cache.values))
-    return plan.attend(query, *cache.numbers.unpack(layer, *kept))
+    return plan.attend(query, *cache.format.unpack(layer, *kept))
 
 
 BACKEND = Backend(

@@ -37,9 +37,7 @@ QUERIES_AT_ONCE = 512
 """Of a long span: the mask has as many rows, and keys beyond the last of them are not looked at. Not tuned."""
 
 
-def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets
-) -> torch.Tensor:
+def packed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     """See `PackedKernel.attend`."""
     if len(buckets.rows) == 1:
         return padded_attention(query, key, value, buckets.rows[0], buckets.window)
@@ -71,26 +69,23 @@ def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> t
     return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
 
-def _windowed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
-) -> torch.Tensor:
+def _windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
     """``[B, heads, L, D]`` -> the same: some queries at a time, against no more keys than they see."""
-    parts, length = [], query.shape[2]
-    for start in range(0, length, QUERIES_AT_ONCE):
-        end, first = min(start + QUERIES_AT_ONCE, length), max(0, start - window + 1)
+    parts, end = [], 0
+    for part in query.split(QUERIES_AT_ONCE, dim=2):
+        start, end = end, end + part.shape[2]
+        first = max(0, start - window + 1)
         positions = torch.arange(start - first, end - first, device=query.device)
         mask = hide_keys(positions, end - first, query.dtype, window)
-        parts.append(
-            functional.scaled_dot_product_attention(
-                query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], attn_mask=mask, enable_gqa=True
-            )
-        )
+        parts.append(_masked(part, key[:, :, first:end], value[:, :, first:end], mask))
     return torch.cat(parts, 2)
 
 
-def attend_one_token(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def attend_one_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """One new token a row -> ``[N, 1, query_heads * D]``.
 
     ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive.
@@ -111,9 +106,7 @@ def attend_one_token(
     return output[:, :, :share].reshape(rows, 1, heads * width)
 
 
-def attend_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def attend_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32, differentiable: several tokens a row.
 
     ``query`` [B, heads, L, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` [L, K] or [B, 1, L, K] additive
@@ -129,9 +122,7 @@ def attend_heads(
     return torch.matmul(weights, value).view(count, heads, length, width)
 
 
-def hide_keys(
-    positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
-) -> torch.Tensor:
+def hide_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
     """Additive mask [N, keys]: -inf where a key lies behind the token at ``positions`` [N] or out of its window."""
     columns = torch.arange(keys, device=positions.device)
     mask = torch.zeros(positions.shape[0], keys, dtype=dtype, device=positions.device)
@@ -166,11 +157,9 @@ def plan_decode(
     return CachePlan(where, hide_keys(positions, keys, dtype, window)[:, None, None])
 
 
-def plan_extend(
-    where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None
-) -> CachePlan:
+def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None) -> CachePlan:
     """The same for several tokens a sequence."""
-    rows = PaddedRows.build(new.lengths, new.cu_seqlens, new.offsets)
+    rows = PaddedRows.build(new.lengths, new.cu_seqlens)
     mask = hide_keys(new.position_ids.index_select(0, rows.gather), keys, dtype, window)
     return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
 
@@ -193,16 +182,11 @@ class _Spans:
         if self.padded is not None:
             return self.padded.attend(query, self.key_rows.pad(key), self.key_rows.pad(value))
         query, key, value = (packed.permute(1, 2, 0, 3) for packed in (query, key, value))
-        done, parts = 0, []
+        parts, seen = [], self.keys - self.queries
         for part in query.split(self.mask.shape[0], dim=2):
-            done += part.shape[2]
-            seen = self.keys - self.queries + done
+            seen += part.shape[2]
             mask = self.mask[-part.shape[2] :, -seen:].to(query.dtype)
-            parts.append(
-                functional.scaled_dot_product_attention(
-                    part, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, enable_gqa=True
-                )
-            )
+            parts.append(_masked(part, key[:, :, :seen], value[:, :, :seen], mask))
         return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
 
@@ -217,16 +201,14 @@ def prepare_spans(share: ContextShare, window: int | None = None) -> list[_Spans
         queries, keys = zip(*run, strict=True)
         if are_short:
             borders = cheapest_borders(keys, cells)
-            parts = zip(borders, borders[1:], strict=False)
+            parts = itertools.pairwise(borders)
             found += [_short_spans(queries[first:end], keys[first:end], device, window) for first, end in parts]
         else:
             found += [_Spans(*sizes, mask=corner) for sizes in zip(queries, keys, strict=True)]
     return found
 
 
-def _short_spans(
-    queries: Sequence[int], keys: Sequence[int], device: torch.device, window: int | None
-) -> _Spans:
+def _short_spans(queries: Sequence[int], keys: Sequence[int], device: torch.device, window: int | None) -> _Spans:
     rows, key_rows = (_rows_of(lengths, device) for lengths in (queries, keys))
     seen_by_first = torch.tensor([key - query for query, key in zip(queries, keys, strict=True)], device=device)
     positions = seen_by_first[:, None] + torch.arange(rows.longest, device=device)
@@ -237,22 +219,17 @@ def _short_spans(
 
 def _rows_of(lengths: Sequence[int], device: torch.device) -> PaddedRows:
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    offsets = torch.cat([torch.arange(length, device=device) for length in lengths])
-    return PaddedRows.build(lengths, borders, offsets)
+    return PaddedRows.build(lengths, borders)
 
 
-def attend_spans(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]
-) -> torch.Tensor:
+def attend_spans(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]) -> torch.Tensor:
     """See `SpanKernel.attend`."""
     queries = query.split([part.queries for part in spans])
     keys, values = (packed.split([part.keys for part in spans]) for packed in (key, value))
     return torch.cat([part.attend(*own) for part, *own in zip(spans, queries, keys, values, strict=True)])
 
 
-def _prepare_decode(
-    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
-) -> CachePlan:
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> CachePlan:
     return plan_decode(positions.shape[0], positions, key_length, cache.dtype, window)
 
 
@@ -260,14 +237,14 @@ def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -
     return plan_extend(new.rows, new, new.key_length, cache.dtype, window)
 
 
-def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
+def _prepare_steps(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
     """One mask for all steps: each uncovers one key more. Idle rows may lie beyond all keys; nobody reads theirs."""
     steps, longest = positions.shape[0], cache.max_length
-    reach = min(key_length + steps - 1, longest)
-    whole = plan_decode(positions.shape[1], positions[0], reach, cache.dtype)
+    last_length = min(key_length + steps - 1, longest)
+    whole = plan_decode(positions.shape[1], positions[0], last_length, cache.dtype)
     for step, at in enumerate(positions):
         if step:
-            whole.mask.scatter_(-1, at.clamp_max(reach - 1)[:, None, None, None], 0.0)
+            whole.mask.scatter_(-1, at.clamp_max(last_length - 1)[:, None, None, None], 0.0)
         yield CachePlan(whole.where, whole.mask[..., : min(key_length + step, longest)])
 
 
@@ -279,7 +256,7 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) ->
         keys, values = keys.narrow(0, 0, plan.where), values.narrow(0, 0, plan.where)
     else:
         keys, values = keys.index_select(0, plan.where), values.index_select(0, plan.where)
-    return plan.attend(query, *cache.numbers.unpack(layer, keys, values))
+    return plan.attend(query, *cache.format.unpack(layer, keys, values))
 
 
 BACKEND = Backend(
@@ -287,7 +264,7 @@ BACKEND = Backend(
     problem=anywhere,
     packed=PackedKernel(Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans), windows=True),
     cache=CacheKernel(
-        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst, windows=True
+        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_steps=_prepare_steps, windows=True
     ),
     packed_rank=1,
     cache_rank=1,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.models.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, Numbers
-from megatron_rl.models.attention.kv_numbers import FP8
+from megatron_rl.models.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, Requirements
+from megatron_rl.models.attention.kv_format import FP8
 
 if TYPE_CHECKING:
     from megatron_rl.models.attention.kernels import Splits
@@ -29,7 +29,7 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
     from megatron_rl.models.attention.kernels import decode
 
-    return decode(query, cache.keys[layer], cache.values[layer], cache.table, plan, *cache.numbers.scales(layer))
+    return decode(query, cache.keys[layer], cache.values[layer], cache.table, plan, *cache.format.scales(layer))
 
 
 def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -41,7 +41,7 @@ def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch
 def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any]) -> torch.Tensor:
     from megatron_rl.models.attention.kernels import extend
 
-    return extend(query, cache.keys[layer], cache.values[layer], *plan, *cache.numbers.scales(layer))
+    return extend(query, cache.keys[layer], cache.values[layer], *plan, *cache.format.scales(layer))
 
 
 def _problem(device: DeviceFacts) -> str | None:
@@ -50,12 +50,13 @@ def _problem(device: DeviceFacts) -> str | None:
     return None if runs else "needs a CUDA device"
 
 
-def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
-    if numbers.width > WIDEST_HEAD:
-        return f"takes heads of up to {WIDEST_HEAD} numbers, not of {numbers.width}"
-    if numbers.dtype == torch.float32 and numbers.width > WIDEST_FP32_HEAD and device.type == "cuda":
-        return f"takes heads of up to {WIDEST_FP32_HEAD} numbers in fp32, not of {numbers.width} (--bf16: up to 256)"
-    if numbers.stored == FP8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
+def _unfit(device: DeviceFacts, needed: Requirements) -> str | None:
+    width = needed.head_width
+    if width > WIDEST_HEAD:
+        return f"takes heads of up to {WIDEST_HEAD} numbers, not of {width}"
+    if needed.dtype == torch.float32 and width > WIDEST_FP32_HEAD and device.type == "cuda":
+        return f"takes heads of up to {WIDEST_FP32_HEAD} numbers in fp32, not of {width} (--bf16: up to 256)"
+    if needed.cache_dtype == FP8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
         return "reads an fp8 cache on GPUs of capability 8.9 and later only"
     return None
 

@@ -16,8 +16,8 @@ from megatron_rl.models.attention.backend import (
     DeviceFacts,
     KVCache,
     NewTokens,
-    Numbers,
     PackedKernel,
+    Requirements,
     SpanKernel,
 )
 
@@ -41,7 +41,7 @@ def backend(has_pages: bool) -> Backend:
     """Of a torch whose kernel takes a table of pages, or does not: then the KV cache is another backend's."""
     cache = CacheKernel(
         "blocks", _prepare_decode, _attend_cached, _prepare_extend, _attend_cached, block_multiple=_PAGES,
-        block_size=_PAGES, needs_key_length=False, unfit=_unfit_for_cache, windows=True,
+        needs_key_length=False, unfit=_unfit_for_cache, windows=True,
     )  # fmt: skip
     packed = PackedKernel(_whole_sequences, _attend, _unfit, SpanKernel(_spans, _attend), windows=True)
     return Backend("varlen", _problem, packed, cache if has_pages else None, 2, 2)
@@ -67,9 +67,7 @@ def _spans(share: ContextShare, window: int | None = None) -> Call:
     )  # fmt: skip
 
 
-def _prepare_decode(
-    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
-) -> Call:
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> Call:
     rows = positions.shape[0]
     borders = torch.arange(rows + 1, dtype=torch.int32, device=positions.device)
     table, lengths = cache.table[:rows], (positions + 1).int()
@@ -104,18 +102,19 @@ def _problem(device: DeviceFacts) -> str | None:
     return None
 
 
-def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
-    if numbers.width > 256 or numbers.width % 8:
-        return f"takes heads of up to 256 numbers in multiples of 8, not of {numbers.width}"
-    if numbers.dtype not in (torch.bfloat16, torch.float16):
+def _unfit(device: DeviceFacts, needed: Requirements) -> str | None:
+    width = needed.head_width
+    if width > 256 or width % 8:
+        return f"takes heads of up to 256 numbers in multiples of 8, not of {width}"
+    if needed.dtype not in (torch.bfloat16, torch.float16):
         return "computes in 16 bits only (--bf16)"
     return None
 
 
-def _unfit_for_cache(device: DeviceFacts, numbers: Numbers) -> str | None:
-    if numbers.stored != numbers.dtype:
+def _unfit_for_cache(device: DeviceFacts, needed: Requirements) -> str | None:
+    if needed.cache_dtype != needed.dtype:
         return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
-    return _unfit(device, numbers)
+    return _unfit(device, needed)
 
 
 BACKEND = backend(has_pages=torch.__version__ >= (2, 13))

@@ -19,8 +19,8 @@ MARGIN = 4.0
 _SMALLEST, _LARGEST = 2.0**-60, 2.0**60
 
 
-class KVNumbers:
-    """The numbers of one cache. E4M3 codes lie in uint8 tensors, which torch moves on every device.
+class KVFormat:
+    """How one cache stores numbers. E4M3 codes lie in uint8 tensors, which torch moves on every device.
 
     Scales are powers of two: they move the exponent and leave the digits, so which prompts set them matters for
     numbers that are too large (clamped) or below about 1/3500 of the largest (fewer digits), and for no others.
@@ -54,24 +54,22 @@ class KVNumbers:
         if self.key_scales is None or not self._due[layer]:
             return
         self._due[layer] = False
-        self.key_scales[layer].copy_(_scales_of(key))
-        self.value_scales[layer].copy_(_scales_of(value))
+        for scales, numbers in zip(self.scales(layer), (key, value), strict=True):
+            scales.copy_(_scales_of(numbers))
 
     def pack(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, 1, groups, D]`` as the cache stores them."""
         if self.key_scales is None:
             return key.to(self.stored), value.to(self.stored)
-        scales = self.key_scales[layer][:, None], self.value_scales[layer][:, None]
-        return fp8_codes(key, scales[0]).view(torch.uint8), fp8_codes(value, scales[1]).view(torch.uint8)
+        key_scales, value_scales = (scales[:, None] for scales in self.scales(layer))
+        return fp8_codes(key, key_scales).view(torch.uint8), fp8_codes(value, value_scales).view(torch.uint8)
 
     def unpack(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What was stored, ``[N, groups, K, D]``, as numbers of the model's dtype."""
         if self.key_scales is None:
             return keys.to(self.dtype), values.to(self.dtype)
-        return (
-            _decoded(keys, self.key_scales[layer][:, None, None], self.dtype),
-            _decoded(values, self.value_scales[layer][:, None, None], self.dtype),
-        )
+        key_scales, value_scales = self.scales(layer)
+        return _decoded(keys, key_scales, self.dtype), _decoded(values, value_scales, self.dtype)
 
     def round_trip(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, 1, groups, D]`` written and read again."""
@@ -83,12 +81,12 @@ class KVNumbers:
 
 
 @contextlib.contextmanager
-def rounded_attention(layers: Sequence[torch.nn.Module], numbers: KVNumbers) -> Iterator[None]:
+def rounded_attention(layers: Sequence[torch.nn.Module], kv_format: KVFormat) -> Iterator[None]:
     """Inside, the attention of a model's ``layers`` rounds keys and values in packed batches as a rollout does."""
     attentions = [layer.self_attention for layer in layers]
     try:
         for index, attention in enumerate(attentions):
-            attention.kv_rounding = functools.partial(numbers.round_trip, index)
+            attention.kv_rounding = functools.partial(kv_format.round_trip, index)
         yield
     finally:
         for attention in attentions:
@@ -102,5 +100,5 @@ def _scales_of(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Exact in bf16: a code has four digits and the scale none."""
-    return fp8_numbers(codes.view(FP8), dtype).mul_(scales.to(dtype))
+    """[N, groups, K, D] and [groups]; exact in bf16: a code has four digits and the scale none."""
+    return fp8_numbers(codes.view(FP8), dtype).mul_(scales[:, None, None].to(dtype))

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron_rl.models.attention.kv_numbers import FP8, KVNumbers
+from megatron_rl.models.attention.kv_format import FP8, KVFormat
 
 CPU = torch.device("cpu")
 
 
-def fp8(layers: int = 1, groups: int = 2, dtype: torch.dtype = torch.float32) -> KVNumbers:
-    return KVNumbers(layers, groups, dtype, FP8, CPU)
+def fp8(layers: int = 1, groups: int = 2, dtype: torch.dtype = torch.float32) -> KVFormat:
+    return KVFormat(layers, groups, dtype, FP8, CPU)
 
 
 def rows(*by_group: list[float]) -> torch.Tensor:
@@ -22,14 +22,14 @@ def rows(*by_group: list[float]) -> torch.Tensor:
 
 
 def test_the_models_own_numbers_are_left_alone() -> None:
-    numbers, key = KVNumbers(1, 2, torch.float32, None, CPU), torch.randn(3, 1, 2, 4)
+    numbers, key = KVFormat(1, 2, torch.float32, None, CPU), torch.randn(3, 1, 2, 4)
     assert numbers.stored == numbers.dtype and numbers.key_scales is None
     assert all(x is key for x in numbers.round_trip(0, key, key))
     assert all(x is key for x in numbers.pack(0, key, key))
 
 
 def test_bf16_is_a_cast() -> None:
-    numbers, key = KVNumbers(1, 2, torch.float32, torch.bfloat16, CPU), torch.randn(3, 1, 2, 4)
+    numbers, key = KVFormat(1, 2, torch.float32, torch.bfloat16, CPU), torch.randn(3, 1, 2, 4)
     assert torch.equal(numbers.round_trip(0, key, key)[0], key.bfloat16().float())
 
 
