@@ -23,12 +23,14 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.collectives import max_over
 from megatron_rl.quantization.linears import parallel_linears
 
 logger = logging.getLogger(__name__)
@@ -245,6 +247,17 @@ def graphs_of(runner: ModelRunner, policy: PolicyModel, most: int | None) -> Dec
     key_lengths = graph_key_lengths(longest) if policy.attention.cache.needs_key_length else (longest,)
     sizes = graph_sizes(runner.state.alive.shape[0], most)
     return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, key_lengths)
+
+
+def drop_unequal_graphs(runners: Sequence[ModelRunner], rows: int, lockstep_group: dist.ProcessGroup) -> None:
+    """Decode eager where not all ranks of the lockstep group have as many ``rows``. Collective."""
+    found = max_over({"most": rows, "least": -rows}, lockstep_group)
+    if found["most"] == -found["least"]:
+        return
+    for runner in runners:
+        if runner.graphs is not None:
+            logger.warning("decode runs eager: ranks that share experts have room for different numbers of sequences")
+        runner.graphs = None
 
 
 def graph_sizes(slots: int, most: int) -> tuple[int, ...]:

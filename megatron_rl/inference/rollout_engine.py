@@ -13,26 +13,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as ListOf
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.inference.batch_state import BatchState
+from megatron_rl.inference.batch_state import BatchState, OutputProcessor
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
-from megatron_rl.inference.graphs import graphs_of, possible_graphs
+from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
 from megatron_rl.inference.kv_cache import build_cache
-from megatron_rl.inference.lockstep import Passes, drop_unequal_graphs
 from megatron_rl.inference.model_runner import ModelRunner
-from megatron_rl.inference.output_processor import OutputProcessor
 from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
+from megatron_rl.platform.collectives import max_over
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.stages import OneStage, StageMessages
 from megatron_rl.types import Completed, Request
+
+
+class Passes(NamedTuple):
+    """The passes of an engine step: of one rank, or the largest numbers of all ranks that share experts.
+
+        rank 0   prefill  decode  decode  decode
+        rank 1      -     decode  decode     -          - : a token of nothing through the experts alone
+
+    Such ranks make all passes together, so they exchange these numbers before every step. Who has fewer joins in the
+    others' passes with a token that nobody reads. With CUDA graphs the decode steps of all ranks are alike in steps,
+    rows, key length and sampling modes, the other rows of a rank idle: so all replay, and capture, the same graphs.
+    """
+
+    prefills: int
+    """Over prompts."""
+    rows: int = 1
+    """Of a decode step: the first of the batch. A rank without sequences joins in with one token."""
+    key_length: int = 0
+    """Of the first decode step: see `ModelRunner.decode`."""
+    steps: int = 0
+    """Decode steps until the host reads."""
+    modes: SamplingModes = SamplingModes()
+
+    def of_all(self, lockstep_group: dist.ProcessGroup) -> Passes:
+        """Return the largest numbers of any rank; collective."""
+        own = self._asdict() | self.modes._asdict()
+        del own["modes"]
+        largest = {name: int(number) for name, number in max_over(own, lockstep_group).items()}
+        modes = SamplingModes(*(bool(largest.pop(name)) for name in SamplingModes._fields))
+        return Passes(**largest, modes=modes)
 
 
 class RolloutEngine(Engine):
@@ -98,20 +129,20 @@ class RolloutEngine(Engine):
     def _step(self) -> Generator[None, None, list[Completed]]:
         """What `step` does; it pauses where another pipeline stage has to work first."""
         chunks, running, own = self._schedule()
-        most = own if self._lockstep_group is None else own.most(self._lockstep_group)
-        decode = own if self.runner.graphs is None else most  # graphs are replayed by all ranks alike
+        of_all = own if self._lockstep_group is None else own.of_all(self._lockstep_group)
+        decode = own if self.runner.graphs is None else of_all  # graphs are replayed by all ranks alike
         for sequence in running:
             sequence.num_generated += decode.steps
-        if not most.prefills and not most.steps:
+        if not of_all.prefills and not of_all.steps:
             yield  # no rank has anything here: other lanes go on
 
         self.runner.context.shared_rows = None
         yield from self.runner.prefill(chunks, own.modes)
-        yield from self.runner.join(most.prefills - own.prefills)
-        self.runner.context.shared_rows = self._shared_rows(most)
+        yield from self.runner.join(of_all.prefills - own.prefills)
+        self.runner.context.shared_rows = self._shared_rows(of_all)
         if decode.steps:
             yield from self.runner.decode(decode.rows, decode.key_length, decode.steps, decode.modes)
-        yield from self.runner.join(most.steps - decode.steps)
+        yield from self.runner.join(of_all.steps - decode.steps)
 
         return self._postprocess(running) if running else []
 
@@ -149,11 +180,11 @@ class RolloutEngine(Engine):
         self.statistics.decode_rows += steps * rows
         return Passes(prefills, rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, modes)
 
-    def _shared_rows(self, most: Passes) -> int | None:
+    def _shared_rows(self, of_all: Passes) -> int | None:
         """See `RolloutPlan`: with graphs all ranks have as many."""
         if self._lockstep_group is None:
             return 0 if self._is_staged else None
-        return most.rows if self.runner.graphs is None else 0
+        return of_all.rows if self.runner.graphs is None else 0
 
     def _drop_cancelled(self) -> None:
         cancelled = [group for group in self._groups.values() if group.request.call in self._cancelled]

@@ -9,7 +9,7 @@ last one to the first; before the host reads, the last stage tells all what was 
 same decisions in the same order, and nothing else has to be agreed on.
 
 Copies of the model that share experts advance their lanes together: whoever has fewer passes joins in the others' by
-the experts of its stage alone, and without a message to another stage (see `lockstep`).
+the experts of its stage alone, and without a message to another stage (see `rollout_engine.Passes`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
-from megatron_rl.inference.graphs import possible_graphs
+from megatron_rl.inference.graphs import drop_unequal_graphs, possible_graphs
 from megatron_rl.inference.kv_cache import shared_out
-from megatron_rl.inference.lockstep import drop_unequal_graphs
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.stages import StageMessages
-from megatron_rl.types import Completed, Request
+from megatron_rl.types import Completed, Completion, Request, RolloutGroup
 
 
 class StagedEngine(Engine):
@@ -133,3 +133,46 @@ class StagedEngine(Engine):
                 complete += self._next[0].advance() or []
             self._next.rotate(-1)
         return complete
+
+
+@dataclass(frozen=True)
+class StagedRouting:
+    """Between the layers of this stage and those of the model."""
+
+    own: tuple[int, ...]
+    """This stage's, counted from 0 over the model, in the order of `Completion.routing`."""
+    layers: int
+    """Of the model."""
+    groups: ParallelGroups
+
+    def whole(self, group: RolloutGroup) -> RolloutGroup:
+        """With the experts of all layers; collective over the model copy, not over its stages: these are amid a burst,
+        in which the last stage is ahead of the others.
+        """
+
+        def gathered(routing: torch.Tensor) -> torch.Tensor:
+            every = routing.new_zeros(routing.shape[0], self.layers, routing.shape[2])
+            if self.groups.tensor_group.rank() == 0:  # the others have the same
+                every[:, list(self.own)] = routing
+            dist.all_reduce(every.view(torch.uint8), group=self.groups.model_group)  # a byte is of one stage
+            return every
+
+        return _changed(group, gathered)
+
+    def part(self, group: RolloutGroup) -> RolloutGroup:
+        """With the experts of this stage's layers alone."""
+        return _changed(group, lambda routing: routing[:, list(self.own)])
+
+
+def _changed(group: RolloutGroup, change: Callable[[torch.Tensor], torch.Tensor]) -> RolloutGroup:
+    if any(completion.routing is None for rollout in group.rollouts for completion in rollout.completions):
+        return group
+
+    def changed(completion: Completion) -> Completion:
+        return replace(completion, routing=change(completion.routing))
+
+    rollouts = []
+    for rollout in group.rollouts:
+        branches = tuple(replace(branch, completion=changed(branch.completion)) for branch in rollout.branches)
+        rollouts.append(replace(rollout, completion=changed(rollout.completion), branches=branches))
+    return replace(group, rollouts=tuple(rollouts))

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.collectives import gather_json, gather_vectors
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import ExtraGroups, Record, StepJournal, record_of
 from megatron_rl.rollout.partial import (
     PartialRollouts,
@@ -29,7 +28,7 @@ from megatron_rl.rollout.partial import (
     oldest_version,
     share_of,
 )
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
 from megatron_rl.rollout.quota import COUNTS, Quota, counts_in, graded_rewards
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.rollout.statistics import Failures, failures_of, idle_metrics, lengths_and_seconds, refuse_failures

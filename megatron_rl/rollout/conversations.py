@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.finished import FinishedGroups
+from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.trace import Trace
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Grade, Item, Request, Rollout, Transcript, Turn

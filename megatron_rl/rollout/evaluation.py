@@ -14,8 +14,7 @@ import torch
 from megatron_rl.algorithms.passk import pass_at_k
 from megatron_rl.platform.collectives import gather_vectors
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.rollout.prompt_source import RequestFactory
+from megatron_rl.rollout.prompt_source import ExpectedLengths, RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.trainer.packing import balance
 from megatron_rl.types import Grade, Request, Rollout, RolloutGroup, SourcedTask

@@ -23,7 +23,7 @@ from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.finished import FinishedGroups
+from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.trace import Trace
 from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout
 

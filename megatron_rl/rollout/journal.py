@@ -20,6 +20,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,9 +29,10 @@ import torch
 
 from megatron_rl.atomic import Dispensable
 from megatron_rl.environments.results import result_from_json, result_to_json
+from megatron_rl.inference.staged import StagedRouting
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.staged_routing import StagedRouting
+from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Branch, Completion, Request, Rollout, RolloutGroup, SourcedTask
 
 Record = dict[str, Any]
@@ -138,6 +140,33 @@ class StepJournal:
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
+
+
+class FinishedGroups:
+    """The complete groups of one rollout, whichever kind of environment they are of."""
+
+    def __init__(self, tokenizer: Tokenizer, journal: StepJournal | None) -> None:
+        """``journal`` gets every group that is complete."""
+        self._tokenizer = tokenizer
+        self._journal = journal
+        self._rollouts: dict[int, dict[int, Rollout]] = {}
+        self.groups: dict[int, RolloutGroup] = {}
+        """By the index of their request."""
+
+    def known(self, request: Request) -> RolloutGroup | None:
+        """The group of an earlier start, if it was finished; grades of it may have failed."""
+        return None if self._journal is None else self._journal.group_for(request)
+
+    def keep(self, request: Request, sample: int, rollout: Rollout, is_new: bool = True) -> None:
+        """A sample is complete, and perhaps its group; ``is_new``: it is not in the journal as it is."""
+        group = self._rollouts.setdefault(request.index, {})
+        group[sample] = replace(rollout, text=self._tokenizer.decode(rollout.completion.token_ids))
+        if len(group) < request.num_samples:
+            return
+        rollouts = tuple(group[number] for number in range(request.num_samples))
+        self.groups[request.index] = RolloutGroup(request.source, request.prompt_ids, rollouts)
+        if is_new and self._journal is not None:
+            self._journal.add(request.index, self.groups[request.index])
 
 
 class Records:

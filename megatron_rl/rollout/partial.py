@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import gather_json, gather_vectors
-from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import Record, Records, asked_of, completion_of, described
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
 from megatron_rl.types import Completed, Request, RolloutGroup
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from megatron_rl.platform.collectives import any_rank, max_over
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import Conversations, ConversationSettings, GradeFunction
-from megatron_rl.rollout.finished import FinishedGroups
 from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
-from megatron_rl.rollout.journal import StepJournal
+from megatron_rl.rollout.journal import FinishedGroups, StepJournal
 from megatron_rl.rollout.partial import Share, is_generated
 from megatron_rl.rollout.quota import Quota
 from megatron_rl.signals import StopRequest

@@ -16,15 +16,13 @@ from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.inference.staged import StagedEngine
+from megatron_rl.inference.staged import StagedEngine, StagedRouting
 from megatron_rl.models.attention.kv_numbers import rounded_attention
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.rollout.collector import Collector, DynamicSampling, StepRollouts
-from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.partial import PartialRollouts
-from megatron_rl.rollout.prompt_source import PromptSource
-from megatron_rl.rollout.staged_routing import StagedRouting
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource
 from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, reward_by_environment, rollout_metrics
 from megatron_rl.run.base import Run
 from megatron_rl.run.chats import PromptFormats

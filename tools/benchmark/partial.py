@@ -25,8 +25,8 @@ from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
 from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
 from megatron_rl.platform import current_platform
-from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.partial import PartialRollouts, Share, is_generated, share_of
+from megatron_rl.rollout.prompt_source import ExpectedLengths
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import (
     SPEED,

@@ -13,9 +13,8 @@ from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.collector import Collector, DynamicSampling
-from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import ExtraGroups, StepJournal
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory, TaskPool
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, TaskPool
 from megatron_rl.rollout.quota import Quota
 from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.types import Request, RolloutGroup, SamplingParams, Task

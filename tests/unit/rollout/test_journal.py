@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl.inference.staged import StagedRouting
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
-from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.types import (
     Branch,
     Completion,

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.partial import (
     PartialRollouts,
     Share,
@@ -20,7 +19,7 @@ from megatron_rl.rollout.partial import (
     oldest_version,
     share_of,
 )
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory, TaskPool
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, TaskPool
 from megatron_rl.types import Completed, Completion, Request, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import graded_group
 
