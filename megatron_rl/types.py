@@ -204,6 +204,11 @@ class Request:
     begun: tuple[Completion, ...] = ()
     """Of a request that `Engine.interrupt` gave back: its samples so far, one each, from which they go on."""
 
+    @property
+    def is_generated(self) -> bool:
+        """True when all its samples are finished."""
+        return bool(self.begun) and all(sample.finish_reason is not None for sample in self.begun)
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -22,18 +22,20 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 
 from megatron_rl.atomic import Dispensable
 from megatron_rl.environments.results import result_from_json, result_to_json
-from megatron_rl.inference.staged import StagedRouting
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Branch, Completion, Request, Rollout, RolloutGroup, SourcedTask
+
+if TYPE_CHECKING:
+    from megatron_rl.inference.staged import StagedRouting
 
 Record = dict[str, Any]
 _PACKED = {"token_ids": "i", "inference_logprobs": "f"}

@@ -105,6 +105,29 @@ def engine_metrics(statistics: EngineStatistics, rollout_group: dist.ProcessGrou
     }
 
 
+def staleness_metrics(
+    groups: Sequence[RolloutGroup], policy_version: int, replicas: dist.ProcessGroup
+) -> dict[str, float]:
+    """How many of the tokens are of older weights, and by how many steps; over all replicas."""
+    ages = [
+        (policy_version - version, size)
+        for group in groups for rollout in group.rollouts for completion in rollout.completions
+        for version, size in completion.stretches
+    ]  # fmt: skip
+    local = torch.tensor([
+        sum(size for _, size in ages),
+        sum(size for age, size in ages if age > 0),
+        sum(age * size for age, size in ages),
+        max((age for age, size in ages if size), default=0),
+    ])
+    tokens, stale, total, largest = torch.stack(gather_vectors(local, replicas)).unbind(1)
+    return {
+        "rollout/stale_token_share": float(stale.sum() / tokens.sum().clamp_min(1)),
+        "rollout/token_lag_mean": float(total.sum() / stale.sum().clamp_min(1)),
+        "rollout/token_lag_max": float(largest.max()),
+    }
+
+
 @dataclass(frozen=True)
 class Failures:
     """Grades of a step that failed, over all rollout replicas."""
