@@ -23,7 +23,7 @@ from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Completion, Hints, Place, Request, SamplingParams, SourcedTask, Task
 
 POLICY = "policy"
 
@@ -130,8 +130,8 @@ class Endpoint:
 
     def show(self, engine: Engine) -> None:
         """The same for all of them; reads the device for those alone."""
-        for request, token_ids in engine.unfinished_tokens(lambda request: request.call in self._streams):
-            self.progress(request.call, token_ids)
+        for request, token_ids in engine.unfinished_tokens(lambda request: request.place.call in self._streams):
+            self.progress(request.place.call, token_ids)
 
 
 # Calls outside sessions: nobody trains on their answers, and their callers say how they are drawn.
@@ -149,7 +149,7 @@ def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: 
     """What the engine is asked for."""
     source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
     params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
-    return Request(source, tuple(ids), 1, params, goes_on=True, call=number, branch=choice)
+    return Request(source, tuple(ids), 1, params, place=Place(call=number, branch=choice), hints=Hints(goes_on=True))
 
 
 class Inbox:

@@ -38,7 +38,7 @@ class Planned:
     ids: tuple[int, ...]
     """Of a root the whole prompt, else what the model reads after that answer."""
     branch: int
-    """The lowest number that no other call of the sample with the very same prompt has, see `Request.branch`."""
+    """The lowest number that no other call of the sample with the very same prompt has, see `Place.branch`."""
     num_read: int
     """Tokens of the whole prompt."""
     prompt: bytes

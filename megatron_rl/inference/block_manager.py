@@ -125,7 +125,7 @@ class RowBlocks(BlockManager):
             self._learn(sequence.row, token_ids)
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        self._learn(sequence.row, token_ids, sequence.request.goes_on)
+        self._learn(sequence.row, token_ids, sequence.request.hints.goes_on)
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
         return (*((*move, length) for move in moves), *self._make_way(moves))

@@ -187,7 +187,7 @@ class RolloutEngine(Engine):
         return of_all.rows if self.runner.graphs is None else 0
 
     def _drop_cancelled(self) -> None:
-        cancelled = [group for group in self._groups.values() if group.request.call in self._cancelled]
+        cancelled = [group for group in self._groups.values() if group.request.place.call in self._cancelled]
         self._cancelled.clear()
         for group in cancelled:
             del self._groups[group.number]
@@ -215,7 +215,7 @@ class RolloutEngine(Engine):
         """The one host read; frees the rows that have ended, closes holes, returns the requests that are complete."""
         self.statistics.host_reads += 1
         finished = self._outputs.finish(running)
-        self._read_routing([sequence for sequence in finished if sequence.request.wants_routing])
+        self._read_routing([sequence for sequence in finished if sequence.request.hints.wants_routing])
         for sequence in finished:
             self._scheduler.free(sequence)
             self.statistics.count_completion(sequence.num_drawn)
@@ -254,9 +254,10 @@ class RolloutEngine(Engine):
             EngineError: see `EngineOptions.check`.
         """
         self._options.check(request)
-        source, samples = request.source, range(request.first_sample, request.first_sample + request.num_samples)
+        source, first, branch = request.source, request.place.first_sample, request.place.branch
+        samples = range(first, first + request.num_samples)
         key = self._seed, source.environment, source.task.id, source.epoch
-        branch = (request.branch,) if request.branch else ()
+        branch = (branch,) if branch else ()
         group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
         self._groups[group.number] = group
         self._submitted += 1
@@ -275,7 +276,7 @@ class RolloutEngine(Engine):
     def expected_tokens(self) -> int:
         """That the unfinished requests will probably draw."""
         requests = [group.request for group in self._groups.values()]
-        return sum(r.num_samples * (r.expected_tokens or r.sampling.max_new_tokens) for r in requests)
+        return sum(r.num_samples * (r.hints.expected_tokens or r.sampling.max_new_tokens) for r in requests)
 
     @property
     def is_under_way(self) -> bool:

@@ -61,14 +61,14 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.request: Request = self.group.request  # asked for often, so no property
-        self.begun: Completion | None = self.request.begun[self.sample] if self.request.begun else None
+        self.before: Completion | None = self.request.so_far[self.sample] if self.request.so_far else None
         """What was drawn of it in an earlier rollout."""
-        if self.begun is not None:
-            self.output_ids, self.logprobs = self.begun.token_ids, self.begun.inference_logprobs
+        if self.before is not None:
+            self.output_ids, self.logprobs = self.before.token_ids, self.before.inference_logprobs
             self.num_generated = len(self.output_ids)
             self.preempted = bool(self.output_ids)
-            if self.begun.finish_reason is not None:
-                self.finish(self.begun.finish_reason)
+            if self.before.finish_reason is not None:
+                self.finish(self.before.finish_reason)
 
     @property
     def prefill_ids(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Sequence:
         """Tokens it will probably draw, never more than ``remaining``."""
         if self.num_generated:
             return self.remaining
-        return max(1, min(self.remaining, self.request.expected_tokens or self.remaining))
+        return max(1, min(self.remaining, self.request.hints.expected_tokens or self.remaining))
 
     @property
     def priority(self) -> tuple[int, int, int]:
@@ -103,7 +103,7 @@ class Sequence:
 
         Among equals the longest, so that none begins alone at the end.
         """
-        urgency = 0 if self.preempted else 1 if self.request.turn else 2
+        urgency = 0 if self.preempted else 1 if self.request.place.turn else 2
         return urgency, -self.expected, self.group.number
 
     def preempt(self) -> None:
@@ -122,11 +122,11 @@ class Sequence:
     @property
     def num_drawn(self) -> int:
         """Tokens drawn since it was submitted."""
-        return self.num_generated - (0 if self.begun is None else len(self.begun.token_ids))
+        return self.num_generated - (0 if self.before is None else len(self.before.token_ids))
 
     def completion(self, policy_version: int) -> Completion:
         """As far as it was read; what was drawn since it was submitted is by ``policy_version``."""
-        before, older = self.begun, ()
+        before, older = self.before, ()
         if before is not None and before.token_ids:
             if self.num_drawn == 0:
                 return before
@@ -159,4 +159,4 @@ class SequenceGroup:
 
     def unfinished(self, policy_version: int) -> Request:
         """The request, to go on from what was read of its samples."""
-        return replace(self.request, begun=tuple(sequence.completion(policy_version) for sequence in self.sequences))
+        return replace(self.request, so_far=tuple(sequence.completion(policy_version) for sequence in self.sequences))

@@ -69,8 +69,8 @@ class StagedEngine(Engine):
             EngineError: see `EngineOptions.check`.
         """
         # A harness's samples begin one by one, so each has a lane; the others' begin together.
-        conversation = request.index, 0 if request.call is None else request.first_sample
-        lane = self._lane_of.get(conversation) if request.turn else None
+        conversation = request.index, 0 if request.place.call is None else request.place.first_sample
+        lane = self._lane_of.get(conversation) if request.place.turn else None
         lane = lane or min(self.lanes, key=lambda lane: lane.expected_tokens)
         lane.submit(request)
         self._lane_of[conversation] = lane
@@ -116,7 +116,7 @@ class StagedEngine(Engine):
 
     @torch.inference_mode()
     def interrupt(self) -> list[Request]:
-        finished = [replace(request, begun=completions) for request, completions in self._end_steps()]
+        finished = [replace(request, so_far=completions) for request, completions in self._end_steps()]
         return finished + [request for lane in self.lanes for request in lane.interrupt()]
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from megatron_rl.rollout.journal import ExtraGroups, StepJournal
 from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
 from megatron_rl.rollout.statistics import Failures, failures_of, idle_metrics, lengths_and_seconds, refuse_failures
-from megatron_rl.types import Request, RolloutGroup, SourcedTask
+from megatron_rl.types import Hints, Request, RolloutGroup, SourcedTask
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Collector:
     max_failed_share: float
     """Of the grades; more of them end the run."""
     wants_routing: bool = False
-    """See `Request.wants_routing`."""
+    """See `Hints.wants_routing`."""
     extra_groups: ExtraGroups = field(default_factory=ExtraGroups)
     """Finished groups of earlier steps; only dynamic sampling leaves any."""
 
@@ -111,7 +111,7 @@ class Collector:
     def expecting(self, request: Request) -> Request:
         """``request`` with its expected length, and what else the engine must know."""
         tokens = max(1, round(self.expected_lengths.completion(request)))
-        return replace(request, expected_tokens=tokens, wants_routing=self.wants_routing)
+        return replace(request, hints=Hints(expected_tokens=tokens, wants_routing=self.wants_routing))
 
     def refuse_failures(self, step: StepRollouts) -> None:
         """Count the failed grades of the step so far; collective over the replicas.

@@ -20,7 +20,7 @@ from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.trace import extended
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Grade, Item, Request, Rollout, Transcript, Turn
+from megatron_rl.types import Completion, Grade, Item, Place, Request, Rollout, Transcript, Turn
 
 GradeFunction = Callable[[str, Sequence[Item]], Awaitable[Sequence[Grade]]]
 """(environment, samples or turns of a group) -> one grade each; never raises for a bad sample."""
@@ -141,7 +141,8 @@ class Conversations:
 
     def add_turn(self, request: Request, completions: Sequence[Completion]) -> None:
         """A turn of some samples of a group: the whole group's first, or one sample's later one."""
-        self._ask([self._said(request, s, turn) for s, turn in enumerate(completions, start=request.first_sample)])
+        turns = enumerate(completions, start=request.place.first_sample)
+        self._ask([self._said(request, sample, turn) for sample, turn in turns])
 
     def replies(self) -> list[Request]:
         """The next turns to generate. Collective in a model copy."""
@@ -244,7 +245,6 @@ class Conversations:
             request,
             prompt_ids=prompt_ids,
             num_samples=1,
-            first_sample=answer.sample,
-            turn=conversation.turns,
+            place=Place(answer.sample, conversation.turns),
             sampling=replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, room)),
         )

@@ -26,7 +26,7 @@ from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import from_row, to_row
 from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.trace import Trace
-from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout
+from megatron_rl.types import Completion, Grade, HarnessRun, Place, Request, Rollout
 
 RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
 """(environment, samples of a group) -> one grade each; never raises for a bad sample. Cancelled, it ends them."""
@@ -95,11 +95,11 @@ class Harnesses:
 
     def add_answer(self, request: Request, completion: Completion) -> None:
         """What the engine made of a call; of a sample that has ended meanwhile it is dropped."""
-        sample = self._sample_of.pop(request.call, None)
+        sample = self._sample_of.pop(request.place.call, None)
         if sample is not None:
-            sample.trace.answer(request.call, completion)
+            sample.trace.answer(request.place.call, completion)
         if self._groups.leads_model:
-            self._settings.endpoint.deliver(request.call, completion)
+            self._settings.endpoint.deliver(request.place.call, completion)
 
     def show(self, engine: Engine) -> None:
         """What streams have of their answers."""
@@ -207,11 +207,8 @@ class Harnesses:
             prompt_ids=prompt_ids,
             num_samples=1,
             sampling=sampling,
-            first_sample=number,
-            turn=trace.depth(call.number),
-            goes_on=True,
-            call=call.number,
-            branch=call.branch,
+            place=Place(number, trace.depth(call.number), call.number, call.branch),
+            hints=replace(request.hints, goes_on=True),
         )
 
     def _end(self, end: _End) -> None:

@@ -118,9 +118,9 @@ class StepJournal:
             record = None if self._extra_groups is None else self._extra_groups.find(asked)
         if record is None:
             return None
-        rollouts = tuple(_rollout(rollout, request.wants_routing) for rollout in record["rollouts"])
+        rollouts = tuple(_rollout(rollout, request.hints.wants_routing) for rollout in record["rollouts"])
         completions = (completion for rollout in rollouts for completion in rollout.completions)
-        if request.wants_routing and any(completion.routing is None for completion in completions):
+        if request.hints.wants_routing and any(completion.routing is None for completion in completions):
             return None  # of a start without --rl-router-replay
         group = RolloutGroup(request.source, request.prompt_ids, rollouts)
         return group if self._staged is None else self._staged.part(group)

@@ -110,13 +110,13 @@ class PartialCollector(Collector):
             "training/groups_started": float(step.started),
             "training/groups_put_aside": float(len(step.unfinished)),
             "training/groups_dropped": float(len(step.dropped)),
-            "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in r.begun)),
+            "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in r.so_far)),
         }
 
 
 def oldest_version(request: Request, policy_version: int) -> int:
     """The version of the oldest token of its samples; ``policy_version`` where there is none."""
-    return min((sample.stretches[0][0] for sample in request.begun if sample.token_ids), default=policy_version)
+    return min((sample.stretches[0][0] for sample in request.so_far if sample.token_ids), default=policy_version)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class PartialGoal(Goal):
                 self.due.discard(request.index)
                 taken.append((request, completions))
             else:  # generated while what is due was not
-                self.unfinished.append(replace(request, begun=completions))
+                self.unfinished.append(replace(request, so_far=completions))
         if not self.due and not self.others and engine.has_unfinished:
             self.unfinished += engine.interrupt()
         return taken
@@ -173,7 +173,7 @@ class UnfinishedGroups(Records):
             drawn = source.find(environment, task_id, epoch)
             if drawn is not None:
                 begun = tuple(map(completion_of, record["samples"]))
-                request = replace(factory.request(drawn, group_size, len(found)), begun=begun)
+                request = replace(factory.request(drawn, group_size, len(found)), so_far=begun)
                 longest = max((len(s.token_ids) for s in begun if s.finish_reason is None), default=0)
                 if asked_of(request) == record["asked"] and longest < request.sampling.max_new_tokens:
                     found.append(request)
@@ -191,7 +191,7 @@ class UnfinishedGroups(Records):
 
 def gathered(goal: PartialGoal, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:
     """Indices of the groups that are generated, and records of those unfinished, of all replicas; collective."""
-    own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.begun))}] for r in goal.unfinished]
+    own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.so_far))}] for r in goal.unfinished]
     parts = gather_json([list(finished), own], replicas)
     records = sorted((entry for _, part in parts for entry in part), key=lambda entry: entry[0])
     return sorted(index for indices, _ in parts for index in indices), [record for _, record in records]

@@ -192,7 +192,7 @@ class ExpectedLengths:
 
     def tokens(self, request: Request) -> int:
         """Tokens of a group: its prompt, which is read once, and what its completions will probably add."""
-        begun = sum(len(sample.token_ids) for sample in request.begun)
+        begun = sum(len(sample.token_ids) for sample in request.so_far)
         return len(request.prompt_ids) + max(0, round(request.num_samples * self.completion(request)) - begun)
 
     def learn(self, seen: Iterable[tuple[SourcedTask, float]]) -> None:

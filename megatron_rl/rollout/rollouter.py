@@ -225,8 +225,9 @@ class _Samples:
             if request.index in calling:
                 harnesses.start(request)
             elif not request.is_generated:
-                self.engine.submit(replace(request, goes_on=conversations.goes_on(request)))
-        self._take([(request, request.begun) for request in new if request.is_generated])
+                hints = replace(request.hints, goes_on=conversations.goes_on(request))
+                self.engine.submit(replace(request, hints=hints))
+        self._take([(request, request.so_far) for request in new if request.is_generated])
 
     def step(self) -> None:
         """Let the engine do a step, and have what it completed judged."""
@@ -236,7 +237,7 @@ class _Samples:
 
     def _take(self, done: Sequence[Completed]) -> None:
         for request, completions in self.goal.take(done, self.engine):
-            if request.call is None:
+            if request.place.call is None:
                 self.conversations.add_turn(request, completions)
             else:
                 self.harnesses.add_answer(request, completions[0])

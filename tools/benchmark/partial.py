@@ -27,7 +27,7 @@ from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
 from megatron_rl.platform import current_platform
 from megatron_rl.rollout.partial import PartialGoal, PartialRollouts, goal_of
 from megatron_rl.rollout.prompt_source import ExpectedLengths
-from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Hints, Request, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import (
     SPEED,
     benchmark_config,
@@ -106,8 +106,8 @@ class Rollouts:
             engine.begin(self.version, self.version)
             for request in goal.requests:
                 if not request.is_generated:
-                    engine.submit(replace(request, expected_tokens=self.sampling.max_new_tokens))
-            generated = [(request, request.begun) for request in goal.requests if request.is_generated]
+                    engine.submit(replace(request, hints=Hints(self.sampling.max_new_tokens)))
+            generated = [(request, request.so_far) for request in goal.requests if request.is_generated]
             taken = goal.take(generated, engine)
             while True:
                 for _, completions in taken:

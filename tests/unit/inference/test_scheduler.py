@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import SequenceGroup, SequenceStatus
+from megatron_rl.types import Hints, Place
 from tests.support.generation import request
 
 
@@ -28,7 +29,7 @@ def add(
 ) -> SequenceGroup:
     """Prompts of different requests have no token in common."""
     prompt = tuple(1000 * number + i for i in range(prompt_length))
-    asked = replace(request(prompt, samples, max_new_tokens=new), expected_tokens=expected, turn=turn)
+    asked = replace(request(prompt, samples, max_new_tokens=new), hints=Hints(expected), place=Place(turn=turn))
     group = SequenceGroup(number, asked, [0] * samples)
     for sequence in group.sequences:
         sequence.preempted = preempted

@@ -213,7 +213,7 @@ def test_every_request_asks_for_routing_where_it_is_wanted(one_rank: ParallelGro
     for wants in (False, True):
         made.wants_routing = wants
         asked = made.requests_of_this_rank(made.source.draw(3))
-        assert [request.wants_routing for request in asked] == [wants] * 3
+        assert [request.hints.wants_routing for request in asked] == [wants] * 3
 
 
 def test_without_dynamic_sampling_every_group_counts(one_rank: ParallelGroups) -> None:

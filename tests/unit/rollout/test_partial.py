@@ -31,7 +31,7 @@ def sample(tokens: int, version: int, ends: bool = False, older: tuple[tuple[int
 
 def request(index: int, *begun: Completion, task: str = "a") -> Request:
     source = SourcedTask("toy", Task(task, "p"), prompt_ids=(1, 2))
-    return replace(FACTORY.request(source, 2, index), begun=begun)
+    return replace(FACTORY.request(source, 2, index), so_far=begun)
 
 
 def begun(version: int | None, index: int = 0) -> Request:
@@ -159,9 +159,9 @@ def test_groups_come_back_in_the_order_in_which_they_were_drawn(one_rank: Parall
     older = sample(5, 7, older=((6, 2),))
     kept = unfinished(one_rank, request(4, older, sample(2, 6, ends=True), task="b"), request(1, task="c"))
     first, second = kept.requests(source("a", "b", "c"), FACTORY, 2)
-    assert (first.source.task.id, first.index, first.begun) == ("c", 0, ())
+    assert (first.source.task.id, first.index, first.so_far) == ("c", 0, ())
     assert (second.source.task.id, second.index) == ("b", 1)
-    assert second.begun == (older, sample(2, 6, ends=True))
+    assert second.so_far == (older, sample(2, 6, ends=True))
 
 
 @pytest.mark.parametrize(
