@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -30,31 +31,32 @@ from megatron_rl.models.gpt import PolicyModel
 class Cache(ABC):
     """Keys and values of all layers; a `KVCache` that the engine can write to."""
 
-    _cells: tuple[int, int]
-    """[rows, max_length] or [blocks, block_size]: a token in each."""
     place_dims: int
     """Of what lies together at a place of the slot mapping: [width] of a head, or [heads, width] of a token."""
 
     def __init__(
         self,
         layers: Sequence[LayerCache],
-        shape: Callable[[LayerCache, int], tuple[int, ...]],
         rows: int,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
-        stored: torch.dtype | None,
+        stored: torch.dtype | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> None:
-        """``shape`` of a layer's keys or values by width; ``dtype`` of the model; ``stored`` as in `KVNumbers`."""
+        """``dtype`` of the model; ``stored`` as in `KVNumbers`; ``grid``: by default rows and ``max_length``."""
         self.max_length = max_length
         self.dtype = dtype
         self.device = device
-        self.numbers = KVNumbers(len(layers), layers[0].heads, dtype, stored, device)
+        self.heads = layers[0].heads
+        self.numbers = KVNumbers(len(layers), self.heads, dtype, stored, device)
         self.rows = torch.arange(rows, device=device)
+        self.grid = grid or (rows, max_length)
+        """[rows, max_length] or [blocks, block_size]: a token in each cell."""
 
         # Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN.
         def zeros(layer: LayerCache, width: int) -> torch.Tensor:
-            return torch.zeros(shape(layer, width), dtype=self.numbers.storage, device=device)
+            return torch.zeros(self.shape(layer.heads, width), dtype=self.numbers.storage, device=device)
 
         self.keys = [zeros(layer, layer.key_width) for layer in layers]
         self.values = [zeros(layer, layer.value_width) for layer in layers]
@@ -67,8 +69,19 @@ class Cache(ABC):
         return [*self.keys, *self.values, *([] if self.routing is None else [self.routing])]
 
     @abstractmethod
+    def shape(self, heads: int, width: int) -> tuple[int, ...]:
+        """Shape of a layer's keys or values."""
+
+    @abstractmethod
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
+
+    @abstractmethod
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Row, or block, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
+
+        Of rows no more than the first ``length`` positions.
+        """
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
@@ -81,7 +94,7 @@ class Cache(ABC):
     def hold_routing(self, layout: ModelLayout) -> None:
         """Keep the experts of every token, too."""
         dtype = {1: torch.uint8, 2: torch.int16}[layout.expert_id_bytes]
-        shape = *self._cells, len(layout.layers), layout.architecture.moe_router_topk
+        shape = *self.grid, len(layout.layers), layout.architecture.moe_router_topk
         self.routing = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -94,18 +107,10 @@ class Cache(ABC):
 
     def routing_of(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each on the CPU: a host read."""
-        sizes = torch.tensor(lengths)
-        owner = torch.tensor(rows).repeat_interleave(sizes)
+        owner = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
         positions = torch.cat([torch.arange(length) for length in lengths])
         cells = self.cells(owner.to(self.device), positions.to(self.device))
         return self.routing.flatten(0, 1).index_select(0, cells).cpu().split(list(lengths))
-
-    @abstractmethod
-    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Row, or block, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
-
-        Of rows no more than the first ``length`` positions.
-        """
 
 
 class RowCache(Cache):
@@ -113,22 +118,13 @@ class RowCache(Cache):
 
     place_dims = 1
 
-    def __init__(
-        self,
-        layers: Sequence[LayerCache],
-        rows: int,
-        max_length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-    ) -> None:
-        def shape(layer: LayerCache, width: int) -> tuple[int, ...]:
-            return rows, layer.heads, max_length, width
+    def shape(self, heads: int, width: int) -> tuple[int, ...]:
+        rows, max_length = self.grid
+        return rows, heads, max_length, width
 
-        super().__init__(layers, shape, rows, max_length, dtype, device, stored)
-        self._cells = rows, max_length
-        heads = layers[0].heads
-        self._starts = (self.rows[:, None] * heads + torch.arange(heads, device=device)) * max_length
+    @cached_property
+    def _starts(self) -> torch.Tensor:
+        return (self.rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)) * self.max_length
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A place for each head of each token."""
@@ -163,17 +159,15 @@ class PagedCache(Cache):
         """``num_blocks`` are handed out by `set_block_table`; without it every row has all it can fill, for good."""
         per_row = -(-max_length // block_size)
         count = rows * per_row if num_blocks is None else num_blocks
-
-        def shape(layer: LayerCache, width: int) -> tuple[int, ...]:
-            return count + 1, block_size, layer.heads, width
-
-        super().__init__(layers, shape, rows, max_length, dtype, device, stored)
         self.block_size = block_size
-        self._cells = count + 1, block_size
+        super().__init__(layers, rows, max_length, dtype, device, stored, (count + 1, block_size))
         self.table = torch.zeros(rows, per_row, dtype=torch.int32, device=device)
         """[rows, blocks of the longest sequence] int32."""
         if num_blocks is None:
             self.table.copy_(torch.arange(1, count + 1).view(rows, per_row))
+
+    def shape(self, heads: int, width: int) -> tuple[int, ...]:
+        return *self.grid, heads, width
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         block = self.table[rows, positions // self.block_size]

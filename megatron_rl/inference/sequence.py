@@ -126,17 +126,22 @@ class Sequence:
 
     def completion(self, policy_version: int) -> Completion:
         """As far as it was read; what was drawn since it was submitted is by ``policy_version``."""
-        before, older = self.before, ()
+        before, earlier = self.before, ()
         if before is not None and before.token_ids:
             if self.num_drawn == 0:
                 return before
-            older = before.older
+            earlier = before.earlier_versions
             if before.policy_version != policy_version:
-                older += ((before.policy_version, len(before.token_ids)),)
+                earlier += ((before.policy_version, len(before.token_ids)),)
         return Completion(
-            self.output_ids, self.logprobs, self.finish_reason, policy_version, routing=self.routing, older=older,
+            self.output_ids,
+            self.logprobs,
+            self.finish_reason,
+            policy_version,
+            routing=self.routing,
+            earlier_versions=earlier,
             cached_tokens=self.cached_tokens,
-        )  # fmt: skip
+        )
 
 
 class SequenceGroup:

@@ -126,7 +126,7 @@ class Conversations:
         False where there is none, and of a conversation or harness without a grade: nobody knows how it would have gone
         on.
         """
-        group = self._finished.known(request)
+        group = self._finished.journal.group_for(request)
         if group is None or ((of_harness or self.goes_on(request)) and not group.is_graded):
             return False
         ungraded = []

@@ -111,7 +111,7 @@ class StepJournal:
     def group_for(self, request: Request) -> RolloutGroup | None:
         """The finished group of an earlier start or step, if it is the answer to exactly this request.
 
-        Its answers' texts are left empty: they follow from the tokens.
+        Grades of it may have failed. Its answers' texts are left empty: they follow from the tokens.
         """
         asked, record = asked_of(request), self._found.get(request.index)
         if record is None or record["asked"] != asked:
@@ -147,17 +147,13 @@ class StepJournal:
 class FinishedGroups:
     """The complete groups of one rollout, whichever kind of environment they are of."""
 
-    def __init__(self, tokenizer: Tokenizer, journal: StepJournal | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, journal: StepJournal) -> None:
         """``journal`` gets every group that is complete."""
         self._tokenizer = tokenizer
-        self._journal = journal
+        self.journal = journal
         self._rollouts: dict[int, dict[int, Rollout]] = {}
         self.groups: dict[int, RolloutGroup] = {}
         """By the index of their request."""
-
-    def known(self, request: Request) -> RolloutGroup | None:
-        """The group of an earlier start, if it was finished; grades of it may have failed."""
-        return None if self._journal is None else self._journal.group_for(request)
 
     def keep(self, request: Request, sample: int, rollout: Rollout, is_new: bool = True) -> None:
         """A sample is complete, and perhaps its group; ``is_new``: it is not in the journal as it is."""
@@ -167,8 +163,8 @@ class FinishedGroups:
             return
         rollouts = tuple(group[number] for number in range(request.num_samples))
         self.groups[request.index] = RolloutGroup(request.source, request.prompt_ids, rollouts)
-        if is_new and self._journal is not None:
-            self._journal.add(request.index, self.groups[request.index])
+        if is_new:
+            self.journal.add(request.index, self.groups[request.index])
 
 
 class Records:
@@ -234,12 +230,8 @@ def _described(rollout: Rollout) -> Record:
     record = {**described(rollout.completion), "grade": result_to_json(rollout.grade)}
     if rollout.prompt_ids is not None:
         record["prompt_ids"] = _packed("i", rollout.prompt_ids)
-    if rollout.branches:
-        record["branches"] = [
-            {**described(branch.completion), "prompt_ids": _packed("i", branch.prompt_ids)}
-            for branch in rollout.branches
-        ]
-    return record
+    branches = [{**described(b.completion), "prompt_ids": _packed("i", b.prompt_ids)} for b in rollout.branches]
+    return record | ({"branches": branches} if branches else {})
 
 
 def described(completion: Completion) -> Record:
@@ -248,7 +240,9 @@ def described(completion: Completion) -> Record:
     if completion.routing is not None:
         routing = completion.routing.numpy()
         packed["routing"] = [routing.dtype.name, routing.shape, base64.b64encode(routing).decode()]
-    return {name: value for name, value in {**vars(completion), **packed}.items() if name != "cached_tokens"}
+    packed["older"] = completion.earlier_versions
+    left_out = "cached_tokens", "earlier_versions"
+    return {name: value for name, value in {**vars(completion), **packed}.items() if name not in left_out}
 
 
 def _rollout(record: Record, wants_routing: bool) -> Rollout:
@@ -269,8 +263,8 @@ def completion_of(record: Record, wants_routing: bool = False) -> Completion:
     if wants_routing and routing is not None:
         kind, shape, text = routing
         fields["routing"] = torch.from_numpy(np.frombuffer(bytearray(base64.b64decode(text)), kind).reshape(shape))
-    for pairs in ("environment_spans", "older"):
-        fields[pairs] = tuple(map(tuple, record.get(pairs, ())))
+    fields["environment_spans"] = tuple(map(tuple, record.get("environment_spans", ())))
+    fields["earlier_versions"] = tuple(map(tuple, fields.pop("older", ())))
     return Completion(**fields)
 
 

@@ -145,7 +145,7 @@ class Rollouter:
     async def _run(
         self, requests: Sequence[Request], journal: StepJournal | None, goal: Goal
     ) -> RolloutResult | None:
-        finished, started = FinishedGroups(self._tokenizer, journal), time.perf_counter()
+        finished, started = FinishedGroups(self._tokenizer, journal or StepJournal({})), time.perf_counter()
         conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, finished)
         harnesses = None if self._harnesses is None else Harnesses(self._harnesses, self._groups, finished)
         samples = _Samples(self._engine, goal, conversations, harnesses)

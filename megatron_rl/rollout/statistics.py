@@ -137,6 +137,14 @@ class Failures:
     example: str
     """The message of one of them: of a server that died, the end of its log."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{code} {count}" for code, count in self.counts.items())
+
+    @property
+    def last_words(self) -> str:
+        """The example, to end an error message with; empty without one."""
+        return f"; one of them: {self.example}" if self.example else ""
+
 
 def failures_of(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> Failures:
     """Counts the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
@@ -155,20 +163,19 @@ def refuse_failures(failures: Failures, samples: int, largest_share: float) -> N
     failed = sum(failures.counts.values())
     if failed <= largest_share * samples:
         return
-    counts = ", ".join(f"{code} {count}" for code, count in failures.counts.items())
     raise EnvironmentFault(
-        f"{failed} of {samples} grades failed ({counts}), more than the "
-        f"{largest_share:.0%} allowed; see logs/ of the run directory, or raise --rl-max-failed-share"
-        + (f"; one of them: {failures.example}" if failures.example else "")
+        f"{failed} of {samples} grades failed ({failures}), more than the {largest_share:.0%} allowed; "
+        f"see logs/ of the run directory, or raise --rl-max-failed-share{failures.last_words}"
     )
 
 
 def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFault:
     """The error of an evaluation in which ``environments`` have graded nothing."""
-    counts = ", ".join(f"{code} {count}" for code, count in failures.counts.items())
     names = ", ".join(map(repr, environments))
-    text = f"the evaluation has no result on {names}: every grade failed ({counts}); see logs/ of the run directory"
-    return EnvironmentFault(f"{text}; one of them: {failures.example}" if failures.example else text)
+    return EnvironmentFault(
+        f"the evaluation has no result on {names}: every grade failed ({failures}); see logs/ of the run directory"
+        f"{failures.last_words}"
+    )
 
 
 def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[str, float]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.errors import EngineError
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.types import Completion, Request
@@ -83,7 +82,7 @@ def test_each_token_has_the_version_that_drew_it(policy: PolicyModel) -> None:
     assert pauses - 5 == 3
     for completion in group:
         assert versions_of(completion) == (5,) * 4 + (6,) * 7 + (7,) * 3
-        assert completion.older == ((5, 4), (6, 11))
+        assert completion.earlier_versions == ((5, 4), (6, 11))
         assert completion.policy_version == 7
 
 
@@ -98,7 +97,7 @@ def test_weights_that_stayed_the_same_are_one_stretch(policy: PolicyModel) -> No
         engine.begin(1, 5)
         engine.submit(begun)
         ((_, (completion,)),) = engine.step()
-    assert (completion.policy_version, completion.older) == (5, ())
+    assert (completion.policy_version, completion.earlier_versions) == (5, ())
     assert len(completion.token_ids) == 6
 
 
@@ -139,7 +138,7 @@ def test_keys_and_values_are_of_the_new_weights(one_rank: object) -> None:
     for ours, theirs in zip(went_on, anew, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.inference_logprobs == pytest.approx(theirs.inference_logprobs, abs=5e-6)
-        assert ours.older == ((0, 5),)
+        assert ours.earlier_versions == ((0, 5),)
 
 
 def test_only_what_is_drawn_now_is_counted(policy: PolicyModel) -> None:
@@ -155,24 +154,3 @@ def test_only_what_is_drawn_now_is_counted(policy: PolicyModel) -> None:
     assert (counted.generated_tokens, counted.completions) == (12, 2)
     assert counted.recomputed_tokens == 2 * (len(PROMPT) + 4)
     assert counted.generated_tokens - counted.completions == counted.decode_steps * 2
-
-
-@pytest.mark.parametrize(
-    ("begun", "text"),
-    [
-        ([5], "2 samples of at most 10 tokens cannot go on from 1, of which those to be finished have [5] tokens"),
-        ([5, 10], "cannot go on from 2, of which those to be finished have [5, 10] tokens"),
-    ],
-)
-def test_samples_that_cannot_go_on_are_refused(policy: PolicyModel, begun: list[int], text: str) -> None:
-    samples = tuple(Completion((7,) * length, (-1.0,) * length, None, 0) for length in begun)
-    with pytest.raises(EngineError) as refused:
-        rollout_engine(policy).submit(replace(request(PROMPT, 2, max_new_tokens=10), so_far=samples))
-    assert text in str(refused.value)
-
-
-def test_a_group_that_is_finished_is_refused(policy: PolicyModel) -> None:
-    """No step would give it back."""
-    done = Completion((7,), (-1.0,), "stop", 0)
-    with pytest.raises(EngineError, match="those to be finished have no tokens"):
-        rollout_engine(policy).submit(replace(request(PROMPT, 1, max_new_tokens=10), so_far=(done,)))

@@ -25,8 +25,8 @@ from tests.support.rollouts import graded_group
 FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), 16)
 
 
-def sample(tokens: int, version: int, ends: bool = False, older: tuple[tuple[int, int], ...] = ()) -> Completion:
-    return Completion((5,) * tokens, (-0.5,) * tokens, "stop" if ends else None, version, older=older)
+def sample(tokens: int, version: int, ends: bool = False, earlier: tuple[tuple[int, int], ...] = ()) -> Completion:
+    return Completion((5,) * tokens, (-0.5,) * tokens, "stop" if ends else None, version, earlier_versions=earlier)
 
 
 def request(index: int, *begun: Completion, task: str = "a") -> Request:
@@ -44,7 +44,7 @@ def places(versions: Sequence[int | None], now: int, lag: int, wanted: int = 2, 
 
 
 def test_the_oldest_token_says_how_old_a_group_is() -> None:
-    mixed = request(0, sample(6, 7, older=((4, 2), (5, 3))), sample(4, 5, ends=True))
+    mixed = request(0, sample(6, 7, earlier=((4, 2), (5, 3))), sample(4, 5, ends=True))
     assert oldest_version(mixed, 9) == 4
     assert oldest_version(request(0), 9) == oldest_version(request(0, sample(0, 3), sample(0, 3)), 9) == 9
     assert not mixed.is_generated
@@ -156,7 +156,7 @@ def unfinished(groups: ParallelGroups, *requests: Request) -> UnfinishedGroups:
 
 
 def test_groups_come_back_in_the_order_in_which_they_were_drawn(one_rank: ParallelGroups) -> None:
-    older = sample(5, 7, older=((6, 2),))
+    older = sample(5, 7, earlier=((6, 2),))
     kept = unfinished(one_rank, request(4, older, sample(2, 6, ends=True), task="b"), request(1, task="c"))
     first, second = kept.requests(source("a", "b", "c"), FACTORY, 2)
     assert (first.source.task.id, first.index, first.so_far) == ("c", 0, ())
@@ -182,8 +182,8 @@ def test_lag_of_tokens_by_hand(one_rank: ParallelGroups) -> None:
     group = graded_group([0.0, 1.0], lengths=[3, 4])
     first, second = group.rollouts
     drawn = [
-        replace(first.completion, policy_version=7, older=((4, 2),)),
-        replace(second.completion, policy_version=7, older=((6, 1),)),
+        replace(first.completion, policy_version=7, earlier_versions=((4, 2),)),
+        replace(second.completion, policy_version=7, earlier_versions=((6, 1),)),
     ]
     rollouts = tuple(replace(r, completion=c) for r, c in zip(group.rollouts, drawn, strict=True))
     assert staleness_metrics([replace(group, rollouts=rollouts)], 7, one_rank.rollout_group) == {
