@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as ListOf
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -161,7 +162,7 @@ class RolloutEngine(Engine):
             self.statistics.prefill_tokens += chunk.num_tokens
             self.statistics.reused_tokens += chunk.reused
             for sequence in chunk.sequences if chunk.reused and not chunk.sequences[0].preempted else ():
-                sequence.cached_tokens = chunk.reused
+                sequence.output = replace(sequence.output, cached_tokens=chunk.reused)
             self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
         running = self._scheduler.running
         return chunks, running, self._passes(chunks, running)
@@ -191,7 +192,7 @@ class RolloutEngine(Engine):
         self._cancelled.clear()
         for group in cancelled:
             del self._groups[group.number]
-        unfinished = [s for g in cancelled for s in g.sequences if s.status is not SequenceStatus.FINISHED]
+        unfinished = [sequence for group in cancelled for sequence in group.open_sequences]
         rows = [sequence.row for sequence in unfinished if sequence.status is not SequenceStatus.WAITING]
         for sequence in unfinished:
             self._scheduler.drop(sequence)
@@ -219,7 +220,7 @@ class RolloutEngine(Engine):
         for sequence in finished:
             self._scheduler.free(sequence)
             self.statistics.count_completion(sequence.num_drawn)
-        complete = [group for group in dict.fromkeys(s.group for s in finished) if group.is_finished]
+        complete = [group for group in dict.fromkeys(s.group for s in finished) if not group.open_sequences]
         for group in complete:
             del self._groups[group.number]
         moves, copies = self._scheduler.compact()
@@ -237,7 +238,7 @@ class RolloutEngine(Engine):
         routing = self.cache.routing_of([sequence.row for sequence in finished], lengths)
         for sequence, known in zip(finished, routing, strict=True):
             unknown = known.new_full((1, *known.shape[1:]), torch.iinfo(known.dtype).max)
-            sequence.routing = torch.cat((known, unknown))
+            sequence.output = replace(sequence.output, routing=torch.cat((known, unknown)))
 
     # -- what else an `Engine` does ------------------------------------------------------------
 
@@ -261,9 +262,8 @@ class RolloutEngine(Engine):
         group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
         self._groups[group.number] = group
         self._submitted += 1
-        for sequence in group.sequences:
-            if sequence.status is not SequenceStatus.FINISHED:
-                self._scheduler.add(sequence)
+        for sequence in group.open_sequences:
+            self._scheduler.add(sequence)
 
     def cancel(self, calls: Collection[int]) -> None:
         self._cancelled.update(calls)
@@ -292,8 +292,7 @@ class RolloutEngine(Engine):
         running = self._scheduler.running
         self._outputs.save(running)  # one read: their tokens are on the device alone
         self.statistics.host_reads += len(running) > 0
-        unfinished = [s for group in self._groups.values() for s in group.sequences if s.finish_reason is None]
-        for sequence in unfinished:
+        for sequence in (sequence for group in self._groups.values() for sequence in group.open_sequences):
             if sequence.num_drawn:
                 self.statistics.count_completion(sequence.num_drawn)
         requests = [group.unfinished(self._policy_version) for group in self._groups.values()]

@@ -214,7 +214,7 @@ class Twin:
             wanted = self.wanted[sample.group.number]
             assert sample.sample not in wanted.answers, "a sample finished twice"
             wanted.answers[sample.sample] = text[len(wanted.prompt) :]
-            if sample.group.is_finished:
+            if not sample.group.open_sequences:
                 finished.append(sample.group.number)
         return finished
 

@@ -87,7 +87,7 @@ def test_a_group_larger_than_the_rows_is_admitted_in_parts() -> None:
     plan = scheduler(4)
     group = add(plan, 7, 5, samples=10)
     seen = []
-    while not group.is_finished:
+    while group.open_sequences:
         (chunk,) = plan.plan()
         seen += [sequence.sample for sequence in chunk.sequences]
         release(plan, list(chunk.rows))
