@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as ListOf
 
@@ -197,8 +198,5 @@ def truncate_at_stop(token_ids: ListOf[int], stop: ListOf[str], decode: Callable
 
     if not contains(len(token_ids)):
         return None
-    low, high = 1, len(token_ids)
-    while low < high:  # "contains" is monotone in the number of tokens
-        middle = (low + high) // 2
-        low, high = (low, middle) if contains(middle) else (middle + 1, high)
-    return low
+    counts = range(1, len(token_ids) + 1)  # "contains" is monotone in the number of tokens
+    return counts[bisect.bisect_left(counts, True, key=contains)]

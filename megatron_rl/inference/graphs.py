@@ -239,13 +239,13 @@ def possible_graphs(options: EngineOptions, policy: PolicyModel) -> EngineOption
     return replace(options, num_cuda_graphs=None)
 
 
-def graphs_of(runner: ModelRunner, policy: PolicyModel, most: int | None) -> DecodeGraphs | None:
-    """Graphs of at most ``most`` batch sizes; None for None."""
-    if most is None:
+def graphs_of(runner: ModelRunner, policy: PolicyModel, max_sizes: int | None) -> DecodeGraphs | None:
+    """Graphs of at most ``max_sizes`` batch sizes; None for None."""
+    if max_sizes is None:
         return None
     longest = runner.context.cache.max_length
     key_lengths = graph_key_lengths(longest) if policy.attention.cache.needs_key_length else (longest,)
-    sizes = graph_sizes(runner.state.alive.shape[0], most)
+    sizes = graph_sizes(runner.state.alive.shape[0], max_sizes)
     return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, key_lengths)
 
 
@@ -260,16 +260,16 @@ def drop_unequal_graphs(runners: Sequence[ModelRunner], rows: int, lockstep_grou
         runner.graphs = None
 
 
-def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
-    """At most ``most`` batch sizes up to ``slots``: powers of two, then the widest gaps between them are halved.
+def graph_sizes(slots: int, max_sizes: int) -> tuple[int, ...]:
+    """At most ``max_sizes`` batch sizes up to ``slots``: powers of two, then the widest gaps between them are halved.
 
     The engine never decodes fewer than `FEWEST_ROWS` rows. Where not all powers fit, the small ones are left out: a
     step of few rows reads the weights, whether it computes 4 rows or 32.
     """
     powers = [2**exponent for exponent in range(FEWEST_ROWS.bit_length() - 1, slots.bit_length())]
     smaller = [size for size in powers if size < slots]
-    sizes = [*smaller[max(0, len(smaller) - most + 1) :], slots]
-    while len(sizes) < most:
+    sizes = [*smaller[max(0, len(smaller) - max_sizes + 1) :], slots]
+    while len(sizes) < max_sizes:
         gaps = [(after - before, before) for before, after in pairwise(sizes)]
         gap, before = max(gaps, default=(0, 0), key=itemgetter(0))
         if gap < 2 * _STEP:

@@ -210,8 +210,8 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     return cache, blocks, rows
 
 
-def shared_out(policy: PolicyModel, options: EngineOptions, most: int) -> list[EngineOptions]:
-    """The sizes of at most ``most`` engines that together have the rows and the budget of ``options``.
+def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[EngineOptions]:
+    """The sizes of at most ``count`` engines that together have the rows and the budget of ``options``.
 
     Fewer, where each would have less than `FEWEST_ROWS` rows, or no room for the longest sequence.
 
@@ -222,12 +222,12 @@ def shared_out(policy: PolicyModel, options: EngineOptions, most: int) -> list[E
     rows, budget, kernel = options.max_batch_size, options.cache_budget_gb, policy.attention.cache
     if kernel.layout == "rows":
         rows, budget = rows_within(budget, sequence_bytes, length, rows), None
-    most = min(most, rows // FEWEST_ROWS)
+    count = min(count, rows // FEWEST_ROWS)
     if budget is not None:
         block_size = options.block_size or kernel.block_size
         blocks = int(budget * 2**30 // (sequence_bytes * block_size // length))
-        most = min(most, blocks // (-(-length // block_size) + 1))
-    count = max(1, most)
+        count = min(count, blocks // (-(-length // block_size) + 1))
+    count = max(1, count)
     borders = [rows * part // count for part in range(count + 1)]
     share = None if budget is None else budget / count
     return [replace(options, max_batch_size=end - start, cache_budget_gb=share) for start, end in pairwise(borders)]

@@ -146,8 +146,9 @@ class StagedRouting:
     groups: ParallelGroups
 
     def whole(self, group: RolloutGroup) -> RolloutGroup:
-        """With the experts of all layers; collective over the model copy, not over its stages: these are amid a burst,
-        in which the last stage is ahead of the others.
+        """With the experts of all layers; collective over the model copy.
+
+        Not over its stages: between two reads of the host the last stage is ahead of the others.
         """
 
         def gathered(routing: torch.Tensor) -> torch.Tensor:

@@ -47,13 +47,13 @@ class DynamicSampling:
 
 @dataclass
 class SampledStep(StepRollouts):
-    """A step, and what else was begun for it."""
+    """A step, and the prompts that it turned out not to need."""
 
     extra: dict[int, RolloutGroup] = field(default_factory=dict)
     """Finished groups that were not needed."""
     draws: int = 0
     started: int = 0
-    """Prompts that were begun, needed or not."""
+    """Prompts that were generated or given up, needed or not."""
 
 
 @dataclass(kw_only=True)

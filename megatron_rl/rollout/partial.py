@@ -48,12 +48,12 @@ class PartialRollouts:
         """
         if not self.finishes:
             return set()
-        begun = [oldest_version(request, policy_version) for request in requests]
-        order, count = sorted(range(len(begun)), key=lambda place: (begun[place], place)), 0
+        oldest = [oldest_version(request, policy_version) for request in requests]
+        order, count = sorted(range(len(oldest)), key=lambda place: (oldest[place], place)), 0
         for number, place in enumerate(order, start=1):
-            if begun[place] == max(begun):
+            if oldest[place] == max(oldest):
                 break
-            later_steps = self.max_staleness - (policy_version - begun[place])
+            later_steps = self.max_staleness - (policy_version - oldest[place])
             count = max(count, number - wanted * later_steps)
         return set(order[: min(count, wanted)])
 
@@ -63,11 +63,11 @@ class PartialStep(StepRollouts):
     """A step, and what goes on without it."""
 
     started: int = 0
-    """Prompts that were begun."""
+    """New prompts of this step."""
     unfinished: list[Record] = field(default_factory=list)
     """Of all replicas: the groups that go on in the next step."""
     dropped: list[Request] = field(default_factory=list)
-    """Groups that were begun too long ago."""
+    """Unfinished groups that are too old."""
 
 
 @dataclass(kw_only=True)
@@ -172,14 +172,14 @@ class UnfinishedGroups(Records):
             environment, task_id, epoch, *_ = record["asked"]
             drawn = source.find(environment, task_id, epoch)
             if drawn is not None:
-                begun = tuple(map(completion_of, record["samples"]))
-                request = replace(factory.request(drawn, group_size, len(found)), so_far=begun)
-                longest = max((len(s.token_ids) for s in begun if s.finish_reason is None), default=0)
+                so_far = tuple(map(completion_of, record["samples"]))
+                request = replace(factory.request(drawn, group_size, len(found)), so_far=so_far)
+                longest = max((len(s.token_ids) for s in so_far if s.finish_reason is None), default=0)
                 if asked_of(request) == record["asked"] and longest < request.sampling.max_new_tokens:
                     found.append(request)
         if len(found) < len(self._records):
             logger.warning(
-                "%d of %d groups that were begun are dropped: the task, --grpo-group-size or --rl-max-new-tokens is "
+                "%d of %d unfinished groups are dropped: the task, --grpo-group-size or --rl-max-new-tokens is "
                 "another one now", len(self._records) - len(found), len(self._records),
             )  # fmt: skip
         return found

@@ -192,8 +192,8 @@ class ExpectedLengths:
 
     def tokens(self, request: Request) -> int:
         """Tokens of a group: its prompt, which is read once, and what its completions will probably add."""
-        begun = sum(len(sample.token_ids) for sample in request.so_far)
-        return len(request.prompt_ids) + max(0, round(request.num_samples * self.completion(request)) - begun)
+        drawn = sum(len(sample.token_ids) for sample in request.so_far)
+        return len(request.prompt_ids) + max(0, round(request.num_samples * self.completion(request)) - drawn)
 
     def learn(self, seen: Iterable[tuple[SourcedTask, float]]) -> None:
         """Take in tasks and the mean lengths of their completions, in an order that all ranks share.

@@ -174,7 +174,7 @@ def test_what_no_longer_fits_is_dropped(
     kept = unfinished(one_rank, request(0, sample(5, 7), sample(1, 7), task="b"))
     factory = RequestFactory(SamplingParams(max_new_tokens=longest), 16)
     assert kept.requests(source(*tasks), factory, group_size) == []
-    assert "1 of 1 groups that were begun are dropped" in caplog.text
+    assert "1 of 1 unfinished groups are dropped" in caplog.text
 
 
 def test_lag_of_tokens_by_hand(one_rank: ParallelGroups) -> None:
