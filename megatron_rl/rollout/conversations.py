@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import EnvironmentFault
+from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.journal import FinishedGroups
@@ -144,10 +145,10 @@ class Conversations:
         turns = enumerate(completions, start=request.place.first_sample)
         self._ask([self._said(request, sample, turn) for sample, turn in turns])
 
-    def replies(self) -> list[Request]:
-        """The next turns to generate. Collective in a model copy."""
+    def submit_turns(self, engine: Engine) -> None:
+        """Give the ``engine`` the turns that go on from replies; collective in a model copy."""
         if not self.waiting:
-            return []
+            return
         answers = self._answers() if self._groups.leads_model else []
         if self._groups.model_group.size() > 1:
             rows = list(map(to_row, answers))
@@ -155,7 +156,11 @@ class Conversations:
             if not self._groups.leads_model:
                 answers = [Answer(*from_row(row)) for row in rows]
         self._waiting -= len(answers)
-        return [request for answer in answers if (request := self._apply(answer)) is not None]
+        for answer in answers:
+            if answer.reply:
+                engine.submit(self._next_turn(answer))
+            else:
+                self._end(answer)
 
     def _most_turns(self, request: Request) -> int:
         return self._settings.max_turns.get(request.source.environment, 1)
@@ -229,16 +234,14 @@ class Conversations:
         conversation.state = going_on.state
         return Answer(*place, reply, False, result)
 
-    def _apply(self, answer: Answer) -> Request | None:
-        """The request for the next turn; None when the conversation is over."""
+    def _end(self, answer: Answer) -> None:
+        conversation = self._open.pop((answer.index, answer.sample))
+        said = replace(conversation.said, finish_reason="length") if answer.cut else conversation.said
+        self._finished.keep(conversation.request, answer.sample, Rollout(said, "", answer.grade))
+
+    def _next_turn(self, answer: Answer) -> Request:
         conversation = self._open[answer.index, answer.sample]
-        request, said = conversation.request, conversation.said
-        if not answer.reply:
-            del self._open[answer.index, answer.sample]
-            said = replace(said, finish_reason="length") if answer.cut else said
-            self._finished.keep(request, answer.sample, Rollout(said, "", answer.grade))
-            return None
-        conversation.reply = answer.reply
+        request, conversation.reply = conversation.request, answer.reply
         prompt_ids = (*conversation.token_ids, *answer.reply)
         room = self._settings.max_sequence_length - len(prompt_ids)
         return replace(

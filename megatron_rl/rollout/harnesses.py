@@ -101,18 +101,15 @@ class Harnesses:
         if self._groups.leads_model:
             self._settings.endpoint.deliver(request.place.call, completion)
 
-    def show(self, engine: Engine) -> None:
-        """What streams have of their answers."""
-        if self.waiting and self._groups.leads_model:
-            self._settings.endpoint.show(engine)
-
-    def submit_calls(self, engine: Engine) -> None:
-        """Give the engine what harnesses ask for now, take back the calls whose answers they want no more.
+    def submit_turns(self, engine: Engine) -> None:
+        """Show what streams have of their answers; submit new calls, and cancel those that nobody waits for.
 
         Collective in a model copy.
         """
         if not self.waiting:
             return
+        if self._groups.leads_model:
+            self._settings.endpoint.show(engine)
         calls, outside, cancelled, ends = self._news() if self._groups.leads_model else ([], [], [], [])
         if self._groups.model_group.size() > 1:
             news = [calls, outside, cancelled, list(map(to_row, ends))]

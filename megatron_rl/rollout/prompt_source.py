@@ -52,8 +52,6 @@ class PromptSource:
     ) -> None:
         """``encode`` gives the prompt of a task of an environment in tokens."""
         self._pools = [pool for pool in pools if pool.weight > 0]
-        if not self._pools:
-            raise ConfigError(["no environment has a positive weight, so there is nothing to train on"])
         empty = [pool.environment for pool in self._pools if not pool.tasks]
         if empty:
             raise ConfigError([f"environment {name!r} has no training tasks" for name in empty])

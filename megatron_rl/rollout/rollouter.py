@@ -209,10 +209,8 @@ class _Samples:
     conversations: Conversations
     harnesses: Harnesses | None
 
-    @property
-    def waiting(self) -> bool:
-        """True while an environment's answer is due, the same on all ranks of a model copy."""
-        return self.conversations.waiting or (self.harnesses is not None and self.harnesses.waiting)
+    def __post_init__(self) -> None:
+        self._parts = [self.conversations] if self.harnesses is None else [self.conversations, self.harnesses]
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Submit what no earlier start has answered."""
@@ -232,8 +230,6 @@ class _Samples:
     def step(self) -> None:
         """Let the engine do a step, and have what it completed judged."""
         self._take(self.engine.step())
-        if self.harnesses is not None:
-            self.harnesses.show(self.engine)
 
     def _take(self, done: Sequence[Completed]) -> None:
         for request, completions in self.goal.take(done, self.engine):
@@ -242,28 +238,28 @@ class _Samples:
             else:
                 self.harnesses.add_answer(request, completions[0])
 
-    def submit_turns(self) -> None:
-        """Give the engine the turns and calls that came, and take back the calls whose clients hung up."""
-        for turn in self.conversations.replies():
-            self.engine.submit(turn)
-        if self.harnesses is not None:
-            self.harnesses.submit_calls(self.engine)
-
     @property
-    def _asked(self) -> set[asyncio.Task]:
-        """What environments are doing; of the leader, the others have nothing to wait for."""
-        return self.conversations.asked | (set() if self.harnesses is None else self.harnesses.asked)
+    def waiting(self) -> bool:
+        """True while an environment's answer is due, the same on all ranks of a model copy."""
+        return any(part.waiting for part in self._parts)
+
+    def submit_turns(self) -> None:
+        """Give the engine the turns and calls that came; collective in a model copy."""
+        for part in self._parts:
+            part.submit_turns(self.engine)
 
     async def wait(self, seconds: float) -> None:
-        """Until an environment has answered, or has called, for ``seconds`` at most."""
-        asked, call = self._asked, None
+        """Until an environment has answered, or has called, for ``seconds`` at most.
+
+        Of the leader of a model copy; the others have nothing to wait for.
+        """
+        asked, calls = self._asked, set()
         if not asked:
             return
         if self.harnesses is not None and self.harnesses.waiting:
-            call = asyncio.create_task(self.harnesses.wait_for_call(seconds))
-        await asyncio.wait(asked if call is None else {*asked, call}, timeout=seconds,
-                           return_when=asyncio.FIRST_COMPLETED)
-        if call is not None:
+            calls = {asyncio.create_task(self.harnesses.wait_for_call(seconds))}
+        await asyncio.wait(asked | calls, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for call in calls:
             call.cancel()
 
     async def cancel(self) -> None:
@@ -272,3 +268,8 @@ class _Samples:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+
+    @property
+    def _asked(self) -> set[asyncio.Task]:
+        """What environments are doing; of the leader."""
+        return set().union(*(part.asked for part in self._parts))
