@@ -38,11 +38,11 @@ class BatchState:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """What belongs to rows."""
+        """List the tensors that have an entry for each row."""
         return [held for held in vars(self).values() if isinstance(held, torch.Tensor) and held is not self.is_stop]
 
     def begin(self, sequences: ListOf[Sequence], rows: torch.Tensor) -> None:
-        """``sequences`` in ``rows`` [N], theirs: their prompts are in the cache, nothing is drawn yet."""
+        """Start ``sequences`` in their ``rows`` [N]: their prompts are in the cache, nothing is drawn yet."""
 
         def column(values: list[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
@@ -61,7 +61,7 @@ class BatchState:
         self.temperature[rows] = column([1.0 if p.greedy else p.temperature for p in params], torch.float32)
 
     def sampling(self, rows: slice | torch.Tensor, modes: SamplingModes) -> SamplingTensors:
-        """How ``rows`` are sampled."""
+        """Return how ``rows`` are sampled, as far as any request needs it."""
         return SamplingTensors(
             seeds=self.seed[rows],
             temperature=self.temperature[rows] if modes.tempered else None,
@@ -71,7 +71,7 @@ class BatchState:
         )
 
     def positions_ahead(self, rows: int, steps: int, max_length: int) -> torch.Tensor:
-        """``[steps, rows]``: where the first rows' next tokens go, if none of them ends; below ``max_length``.
+        """Return ``[steps, rows]``: where the rows' next tokens go, if none of them ends; below ``max_length``.
 
         A row that has ended goes on behind its last token; what it writes there is never read.
         """
@@ -106,7 +106,7 @@ class BatchState:
         self.alive[rows] = alive & (added < room) & ~ends.any(0)
 
     def idle(self, rows: list[int] | slice = slice(None), positions: list[int] | None = None) -> None:
-        """The rows have no running sequence: they are computed until they are taken or left out.
+        """Mark rows as without a running sequence: they are computed until they are taken or left out.
 
         They write to the cache meanwhile, at ``positions`` or where they stand: in a row of the cache behind its
         sequence, whose beginning may be used again. Over blocks a row without a sequence goes on with one key, and not
@@ -120,7 +120,7 @@ class BatchState:
             self.position[rows] = 0
 
     def exchange(self, pairs: ListOf[tuple[int, int]]) -> None:
-        """Rows change places, so what is idle stays idle (compaction)."""
+        """Let rows change places, so that what is idle stays idle (compaction)."""
         source = torch.tensor([row for pair in pairs for row in pair], device=self.device)
         destination = torch.tensor([row for pair in pairs for row in reversed(pair)], device=self.device)
         for buffer in self.buffers:
@@ -136,7 +136,7 @@ class OutputProcessor:
         self._decode_text = decode_text
 
     def finish(self, running: ListOf[Sequence]) -> list[Sequence]:
-        """The one host read of a step: those that have ended are finished and their rows idle."""
+        """Read once which sequences have ended: those are finished, and their rows idle."""
         state, height = self._state, max(sequence.row for sequence in running) + 1
         alive, counts = torch.stack((state.alive[:height].long(), state.count[:height])).tolist()
         watched = [s for s in running if s.request.sampling.stop or not alive[s.row]]
@@ -153,19 +153,19 @@ class OutputProcessor:
         return finished
 
     def save(self, preempted: ListOf[Sequence]) -> None:
-        """Preempted sequences keep what they have drawn, and go on from there when they are admitted again."""
+        """Read what preempted sequences have drawn: they go on from there when they are admitted again."""
         for sequence, token_ids, logprobs in self._read(preempted, [s.num_unread for s in preempted]):
             sequence.append(token_ids, logprobs)
         self._leave(preempted)
 
     def so_far(self, running: ListOf[Sequence]) -> list[tuple[int, ...]]:
-        """The tokens that each has drawn; they stay unread."""
+        """Return the tokens that each has drawn, which still count as unread."""
         return [s.output_ids + ids for s, ids, _ in self._read(running, [s.num_unread for s in running])]
 
     def _read(
         self, sequences: ListOf[Sequence], counts: ListOf[int]
     ) -> Iterator[tuple[Sequence, tuple[int, ...], tuple[float, ...]]]:
-        """The last ``counts`` tokens of sequences and their log-probs."""
+        """Yield each sequence with its last ``counts`` tokens and their log-probs."""
         if sequences:
             rows, longest = torch.tensor([s.row for s in sequences], device=self._state.device), max(counts)
             held = (buffer[rows, :longest].tolist() for buffer in (self._state.tokens, self._state.logprobs))
@@ -187,7 +187,7 @@ class OutputProcessor:
 
 
 def truncate_at_stop(token_ids: ListOf[int], stop: ListOf[str], decode: Callable[[ListOf[int]], str]) -> int | None:
-    """How many tokens to keep so that the text just contains a stop string; None without one.
+    """Return how many tokens to keep so that the text just contains a stop string; None without one.
 
     The token that completes the stop string is kept: its log-prob belongs to the policy's choice.
     """

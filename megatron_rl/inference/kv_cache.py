@@ -74,11 +74,11 @@ class Cache(ABC):
 
     @abstractmethod
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
+        """Return where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
 
     @abstractmethod
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Row, or block, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
+        """Copy rows, or blocks: ``destination[i]`` gets what ``source[i]`` held before any of them was changed.
 
         Of rows no more than the first ``length`` positions.
         """
@@ -98,7 +98,7 @@ class Cache(ABC):
         self.routing = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `slot_mapping`, but a place a token whatever its heads; to be given to `write_routing`."""
+        """As `slot_mapping`, but one place a token whatever its heads; to be given to `write_routing`."""
         return self.slot_mapping(rows, positions)
 
     def write_routing(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class Cache(ABC):
         self.routing.flatten(0, 1)[:, layer].index_copy_(0, cells, experts.to(self.routing.dtype))
 
     def routing_of(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """The experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each on the CPU: a host read."""
+        """Read the experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each, to the CPU."""
         owner = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
         positions = torch.cat([torch.arange(length) for length in lengths])
         cells = self.cells(owner.to(self.device), positions.to(self.device))
@@ -179,12 +179,12 @@ class PagedCache(Cache):
             held[destination] = held[source]
 
     def set_block_table(self, table: array) -> None:
-        """The blocks of all rows, row after row; in one copy and in place: captured graphs hold the table's address."""
+        """Set the blocks of all rows, row after row, in one copy and in place: graphs hold the table's address."""
         self.table.copy_(torch.frombuffer(table, dtype=torch.int32).view(self.table.shape))
 
 
 def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, BlockManager, int]:
-    """The cache, its blocks, and the rows of the batch: as many as asked for, or as the budget holds.
+    """Build the cache and its blocks; also returns the rows of the batch: as asked for, or as the budget holds.
 
     Raises:
         EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
@@ -211,7 +211,7 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
 
 
 def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[EngineOptions]:
-    """The sizes of at most ``count`` engines that together have the rows and the budget of ``options``.
+    """Share the rows and the budget of ``options`` out to at most ``count`` engines.
 
     Fewer, where each would have less than `FEWEST_ROWS` rows, or no room for the longest sequence.
 
@@ -242,7 +242,7 @@ def _of_a_sequence(policy: PolicyModel, options: EngineOptions) -> tuple[int, in
 
 
 def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:
-    """How many of ``wanted`` sequences of ``length`` tokens fit a budget in GiB (None: all of them).
+    """Return how many of ``wanted`` sequences of ``length`` tokens fit a budget in GiB (None: all of them).
 
     Raises:
         EngineError: not even one fits.
@@ -251,7 +251,7 @@ def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wante
 
 
 def blocks_within(budget_gb: float | None, sequence_bytes: int, length: int, block_size: int, rows: int) -> int:
-    """How many blocks fit a budget in GiB beside the one of no sequence; never more than ``rows`` can fill.
+    """Return how many blocks fit a budget in GiB beside block 0; never more than ``rows`` can fill.
 
     Raises:
         EngineError: not even one sequence of ``length`` tokens fits.

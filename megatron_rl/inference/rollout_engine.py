@@ -128,7 +128,7 @@ class RolloutEngine(Engine):
         return None
 
     def _step(self) -> Generator[None, None, list[Completed]]:
-        """What `step` does; it pauses where another pipeline stage has to work first."""
+        """Do a step, and pause where another pipeline stage has to work first."""
         chunks, running, own = self._schedule()
         of_all = own if self._lockstep_group is None else own.of_all(self._lockstep_group)
         decode = own if self.runner.graphs is None else of_all  # graphs are replayed by all ranks alike
@@ -148,7 +148,7 @@ class RolloutEngine(Engine):
         return self._postprocess(running) if running else []
 
     def _schedule(self) -> tuple[list[Chunk], list[Sequence], Passes]:
-        """Make room, admit sequences; what of their prompts is computed now, who decodes, and in which passes."""
+        """Make room and admit sequences; returns what of prompts is computed now, who decodes, and in which passes."""
         self._drop_cancelled()
         preempted = self._scheduler.make_room()
         self._outputs.save(preempted)
@@ -168,7 +168,7 @@ class RolloutEngine(Engine):
         return chunks, running, self._passes(chunks, running)
 
     def _passes(self, chunks: ListOf[Chunk], running: ListOf[Sequence]) -> Passes:
-        """Up to k decode steps of the rows ``0 .. n - 1``, of which the last runs; none where all end with a prompt."""
+        """Plan up to k decode steps of rows ``0 .. n - 1``, of which the last runs; none where prompts end all."""
         prefills = len(self.runner.passes(chunks))
         modes = SamplingModes.of(group.request.sampling for group in self._groups.values())
         steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read())
@@ -200,7 +200,7 @@ class RolloutEngine(Engine):
             self.runner.state.idle(rows)
 
     def _steps_per_read(self) -> int:
-        """How many steps until the host looks for rows that have ended.
+        """Return how many steps to do until the host looks for rows that have ended.
 
         Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
         as a row in 8 may have ended, going by those that have. Stop strings are looked for in the text, which
@@ -213,7 +213,7 @@ class RolloutEngine(Engine):
         return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
     def _postprocess(self, running: ListOf[Sequence]) -> list[Completed]:
-        """The one host read; frees the rows that have ended, closes holes, returns the requests that are complete."""
+        """Read once, free the rows that have ended and close holes; returns the requests that are complete."""
         self.statistics.host_reads += 1
         finished = self._outputs.finish(running)
         self._read_routing([sequence for sequence in finished if sequence.request.hints.wants_routing])
@@ -230,7 +230,7 @@ class RolloutEngine(Engine):
         return [group.completed(self._policy_version) for group in complete]
 
     def _read_routing(self, finished: ListOf[Sequence]) -> None:
-        """While their rows still hold what was recorded of them; the last token was not fed."""
+        """Read the experts while the rows still hold them; the last token was not fed, so it has none."""
         if not finished:
             return
         self.statistics.host_reads += 1
@@ -274,13 +274,13 @@ class RolloutEngine(Engine):
 
     @property
     def expected_tokens(self) -> int:
-        """That the unfinished requests will probably draw."""
+        """Tokens that the unfinished requests will probably draw."""
         requests = [group.request for group in self._groups.values()]
         return sum(r.num_samples * (r.hints.expected_tokens or r.sampling.max_new_tokens) for r in requests)
 
     @property
     def is_under_way(self) -> bool:
-        """It is amid a step."""
+        """Whether it is amid a step."""
         return self._paused is not None
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:

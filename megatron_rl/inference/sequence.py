@@ -71,7 +71,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Of the last token drawn, which is fed next."""
+        """Position of the last token drawn, which is fed next."""
         return len(self.request.prompt_ids) + self.num_generated - 1
 
     @property
@@ -105,7 +105,7 @@ class Sequence:
         self.status, self.preempted = SequenceStatus.WAITING, True
 
     def append(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
-        """Tokens that were read."""
+        """Add tokens that were read."""
         self.output = replace(
             self.output,
             token_ids=self.output.token_ids + token_ids,
@@ -113,7 +113,7 @@ class Sequence:
         )
 
     def finish(self, reason: FinishReason) -> None:
-        """``output_ids`` are complete."""
+        """End the sequence with the tokens that it has."""
         self.output = replace(self.output, finish_reason=reason)
         self.status, self.num_generated = SequenceStatus.FINISHED, len(self.output_ids)
 
@@ -123,7 +123,7 @@ class Sequence:
         return self.num_generated - len(self._before.token_ids)
 
     def completion(self, policy_version: int) -> Completion:
-        """As far as it was read; what was drawn since it was submitted is by ``policy_version``."""
+        """Return what was read; what was drawn since it was submitted is by ``policy_version``."""
         before = self._before
         if not before.token_ids:
             return replace(self.output, policy_version=policy_version)
@@ -150,9 +150,9 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
 
     def completed(self, policy_version: int) -> Completed:
-        """Of a finished group."""
+        """Return the completions of a finished group."""
         return self.request, tuple(sequence.completion(policy_version) for sequence in self.sequences)
 
     def unfinished(self, policy_version: int) -> Request:
-        """The request, to go on from what was read of its samples."""
+        """Return the request, to go on from what was read of its samples."""
         return replace(self.request, so_far=tuple(sequence.completion(policy_version) for sequence in self.sequences))

@@ -81,7 +81,7 @@ class StagedEngine(Engine):
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Of all lanes."""
+        """Sum of all lanes."""
         return sum((lane.statistics for lane in self.lanes), EngineStatistics())
 
     @property
@@ -89,7 +89,7 @@ class StagedEngine(Engine):
         return any(lane.has_unfinished for lane in self.lanes)
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        """Of lanes between two steps: amid one the rows do not have yet what their sequences count."""
+        """See `Engine`. Lanes amid a step are left out: their rows do not have yet what their sequences count."""
         return [shown for lane in self.lanes if not lane.is_under_way for shown in lane.unfinished_tokens(wanted)]
 
     @property
@@ -102,7 +102,7 @@ class StagedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
-        """Until one lane has finished a step of its own. The others stay under way, so that the pipeline is full.
+        """Advance lanes until one has finished its step. The others stay under way, so that the pipeline is full.
 
         Collective over the lockstep group where copies share experts: all of them advance the same lanes.
         """
@@ -126,7 +126,7 @@ class StagedEngine(Engine):
             lane.abort()
 
     def _end_steps(self) -> list[Completed]:
-        """Messages under way are received: the next rollout would take them for its own. What is complete with it."""
+        """Receive messages under way, which the next rollout would take for its own; returns what completes."""
         complete: list[Completed] = []
         while any(lane.is_under_way for lane in self.lanes):
             if self._next[0].is_under_way:
@@ -146,7 +146,7 @@ class StagedRouting:
     groups: ParallelGroups
 
     def whole(self, group: RolloutGroup) -> RolloutGroup:
-        """With the experts of all layers; collective over the model copy.
+        """Return ``group`` with the experts of all layers; collective over the model copy.
 
         Not over its stages: between two reads of the host the last stage is ahead of the others.
         """
@@ -161,7 +161,7 @@ class StagedRouting:
         return _changed(group, gathered)
 
     def part(self, group: RolloutGroup) -> RolloutGroup:
-        """With the experts of this stage's layers alone."""
+        """Return ``group`` with the experts of this stage's layers alone."""
         return _changed(group, lambda routing: routing[:, list(self.own)])
 
 

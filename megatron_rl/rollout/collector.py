@@ -38,7 +38,7 @@ class StepRollouts:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of this replica's groups among those that count, ascending."""
+        """Numbers of this replica's groups among those that count, ascending."""
         return tuple(number for number, place in enumerate(self.counting) if place in self.answered)
 
     @property
@@ -73,7 +73,7 @@ class Collector:
     """Finished groups of earlier steps; only dynamic sampling leaves any."""
 
     def collect(self, seed: int, policy_version: int, journal: StepJournal) -> StepRollouts | None:
-        """The groups of a step; collective over the job. None when it was asked to stop: the source is as before.
+        """Collect the groups of a step; collective over the job. None when asked to stop: the source is as before.
 
         Raises:
             EnvironmentFault: too many grades failed.
@@ -96,7 +96,7 @@ class Collector:
         return step
 
     def requests_of_this_rank(self, drawn: Sequence[SourcedTask], first: int = 0) -> list[Request]:
-        """This replica's groups, in the order drawn; every rank has drawn the same list.
+        """Return this replica's groups, in the order drawn; every rank has drawn the same list.
 
         Ranks get about the same expected tokens, so not the same number of groups. The index of a request is its
         group's place in the step, from ``first`` on.
@@ -109,7 +109,7 @@ class Collector:
         return list(map(self.expecting, mine))
 
     def expecting(self, request: Request) -> Request:
-        """``request`` with its expected length, and what else the engine must know."""
+        """Return ``request`` with its expected length, and what else the engine must know."""
         tokens = max(1, round(self.expected_lengths.completion(request)))
         return replace(request, hints=Hints(expected_tokens=tokens, wants_routing=self.wants_routing))
 
@@ -123,7 +123,7 @@ class Collector:
         refuse_failures(step.failures, len(step.drawn) * self.group_size, self.max_failed_share)
 
     def commit(self, step: StepRollouts) -> dict[str, float]:
-        """The step is finished: remember lengths, and what the next step begins with; metrics of how it went.
+        """Finish a step: remember lengths, and what the next step begins with; returns metrics of how it went.
 
         Collective over the replicas.
         """

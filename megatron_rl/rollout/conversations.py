@@ -75,13 +75,13 @@ class Answer(NamedTuple):
 
 
 def to_row(answer: tuple) -> tuple:
-    """JSON values of an answer whose last field is a grade: as much of it as all ranks of a model copy need."""
+    """Return JSON values of an answer that ends with a grade: what all ranks of a model copy need of it."""
     *fields, grade = answer
     return (*fields, grade.reward, grade.correct, grade.code)
 
 
 def from_row(row: Sequence[Any]) -> tuple:
-    """The fields of the answer that `to_row` was given."""
+    """Return the fields of the answer that `to_row` was given."""
     *fields, reward, correct, code = row
     return (*fields, Grade(reward, correct=correct, code=code))
 
@@ -141,7 +141,7 @@ class Conversations:
         return True
 
     def add_turn(self, request: Request, completions: Sequence[Completion]) -> None:
-        """A turn of some samples of a group: the whole group's first, or one sample's later one."""
+        """Have a turn judged: the first one of a whole group, or a later one of one sample."""
         turns = enumerate(completions, start=request.place.first_sample)
         self._ask([self._said(request, sample, turn) for sample, turn in turns])
 
@@ -184,7 +184,7 @@ class Conversations:
         return sorted((answer for task in done for answer in task.result()), key=lambda answer: answer[:2])
 
     async def _judged(self, conversations: Sequence[_Conversation]) -> list[Answer]:
-        """The environment's answers to the last turns of samples of one group."""
+        """Ask the environment about the last turns of samples of one group."""
         request = conversations[0].request
         environment, task = request.source.environment, request.source.task
         if not self.goes_on(request):
@@ -215,7 +215,7 @@ class Conversations:
         return full or conversation.turns >= self._most_turns(conversation.request)
 
     def _answer(self, conversation: _Conversation, result: Grade) -> Answer:
-        """The reply in tokens, if there is one, and room for it and for something to say after it."""
+        """Encode the reply, if there is one, and room for it and for something to say after it."""
         place, going_on = (conversation.request.index, conversation.sample), result.continuation
         result = replace(result, continuation=None)
         if going_on is None or self._speaks_last(conversation):

@@ -97,7 +97,7 @@ class DynamicCollector(Collector):
         }
 
     def _draw_more(self, step: SampledStep, seed: int, journal: StepJournal) -> bool:
-        """One draw and its answers, added to ``step``; False when the run was asked to stop."""
+        """Draw once and have it answered, for ``step``; False when the run was asked to stop."""
         first, wanted, size = len(step.drawn), self.prompts_per_step - len(step.counting), self.dynamic.at_once
         if step.counting:  # as many as the share of groups that counted so far suggests
             size = min(size, -(-wanted * first // len(step.counting)))
@@ -117,7 +117,7 @@ class DynamicCollector(Collector):
         return True
 
     def _rewards_of_all(self, step: SampledStep) -> dict[str, float]:
-        """Those of groups that do not count, too."""
+        """Return metrics of all rewards, also of groups that do not count."""
         own = [graded_rewards(group) for group in step.answered.values()]
         rewards = torch.cat(gather_vectors(torch.cat([torch.zeros(0), *own]), self.groups.rollout_group))
         if not rewards.numel():
@@ -193,14 +193,14 @@ class Quota(Goal):
         self._work = dist.all_reduce(self._sum, group=self._groups.rollout_group, async_op=True)
 
     def _decide(self, states: Tensor, left: Tensor) -> None:
-        """Every group is one replica's, which adds its state; the others add 0."""
+        """Take a decision from a sum. Every group is one replica's, which adds its state; the others add 0."""
         self.was_left, known = bool(left), states.tolist()
         if not self.was_left and OPEN not in known[: self._needed(known)]:
             self.states = known
 
     @property
     def num_needed(self) -> int:
-        """Of the first groups: those among which are all that were wanted; all of them where there are not enough."""
+        """How many of the first groups it takes to have all that count; all of them where there are too few."""
         return self._needed(self.states)
 
     def _needed(self, states: list[int]) -> int:
@@ -216,7 +216,7 @@ class Quota(Goal):
 
 
 def counts_in(counts: Callable[[Tensor], bool], group: RolloutGroup) -> bool:
-    """What the `GroupFilter` ``counts`` says of a group: of its rewards, or of its verdicts where all have one."""
+    """Whether a group counts by the `GroupFilter` ``counts``: by its rewards, or its verdicts where all have one."""
     verdicts = [grade.correct for grade in _grades(group)]
     if measure_of(counts) == "rewards" or None in verdicts:
         return counts(graded_rewards(group))
@@ -224,7 +224,7 @@ def counts_in(counts: Callable[[Tensor], bool], group: RolloutGroup) -> bool:
 
 
 def graded_rewards(group: RolloutGroup) -> Tensor:
-    """Of those samples that have a grade."""
+    """Return the rewards of those samples that have a grade."""
     return torch.tensor([grade.reward for grade in _grades(group)])
 
 

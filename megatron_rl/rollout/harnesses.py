@@ -94,7 +94,7 @@ class Harnesses:
             self.asked.add(asyncio.create_task(self._run(request)))
 
     def add_answer(self, request: Request, completion: Completion) -> None:
-        """What the engine made of a call; of a sample that has ended meanwhile it is dropped."""
+        """Deliver what the engine made of a call; of a sample that has ended meanwhile it is dropped."""
         sample = self._sample_of.pop(request.place.call, None)
         if sample is not None:
             sample.trace.answer(request.place.call, completion)
@@ -129,13 +129,13 @@ class Harnesses:
             engine.cancel(cancelled)
 
     async def wait_for_call(self, seconds: float) -> None:
-        """Until a harness has called, for ``seconds`` at most; of the leader."""
+        """Wait until a harness has called, for ``seconds`` at most; of the leader."""
         await self._settings.endpoint.wait(seconds)
 
     # -- of the leader ---------------------------------------------------------------------------
 
     async def _run(self, request: Request) -> list[_End]:
-        """Samples whose server died run once more, in new sessions: their processes are gone."""
+        """Run the samples; those whose server died run once more, in new sessions: their processes are gone."""
         ends: dict[int, _End] = {}
         samples = list(range(request.num_samples))
         for _ in range(2):
@@ -165,7 +165,7 @@ class Harnesses:
         ]
 
     def _judged(self, grade: Grade, end: SessionEnd) -> Grade:
-        """With what the session knows of the sample."""
+        """Return the grade with what the session knows of the sample."""
         if grade.failed:
             return grade
         if not end.calls:

@@ -57,7 +57,7 @@ class RolloutJournal:
         self._dispensable = Dispensable(_WITHOUT)
 
     def open(self, step: int, header: Mapping[str, Any], extra_groups: ExtraGroups | None = None) -> StepJournal:
-        """The journal of ``step``; collective in a model copy.
+        """Open the journal of ``step``; collective in a model copy.
 
         ``header`` is what must be equal for an earlier start's groups to be taken up again; JSON values only.
         """
@@ -79,7 +79,7 @@ class RolloutJournal:
         return StepJournal(found, stream, extra_groups, self._staged, self._dispensable)
 
     def forget(self, step: int) -> None:
-        """A checkpoint covers ``step``: the files up to it are not needed any more. One rank calls it."""
+        """Delete the files up to ``step``, which a checkpoint covers. One rank calls it."""
         for path in self._folder.glob("step_*.journal"):
             name = _FILE_NAME.fullmatch(path.name)
             if name is not None and int(name[1]) <= step:
@@ -109,7 +109,7 @@ class StepJournal:
         self._dispensable = dispensable or Dispensable(_WITHOUT)
 
     def group_for(self, request: Request) -> RolloutGroup | None:
-        """The finished group of an earlier start or step, if it is the answer to exactly this request.
+        """Find the finished group of an earlier start or step, if it answers exactly this request.
 
         Grades of it may have failed. Its answers' texts are left empty: they follow from the tokens.
         """
@@ -156,7 +156,7 @@ class FinishedGroups:
         """By the index of their request."""
 
     def keep(self, request: Request, sample: int, rollout: Rollout, is_new: bool = True) -> None:
-        """A sample is complete, and perhaps its group; ``is_new``: it is not in the journal as it is."""
+        """Add a complete sample, perhaps the last of its group; ``is_new``: it is not in the journal as it is."""
         group = self._rollouts.setdefault(request.index, {})
         group[sample] = replace(rollout, text=self._tokenizer.decode(rollout.completion.token_ids))
         if len(group) < request.num_samples:
@@ -186,7 +186,7 @@ class ExtraGroups(Records):
     """Finished groups that no step has used yet. Their prompts come again, and are answered by them."""
 
     def find(self, asked: list[Any]) -> Record | None:
-        """The record of what was asked."""
+        """Find the record of what was asked."""
         return next((record for record in self._records if record["asked"] == asked), None)
 
     def drop_older(self, version: int) -> None:
@@ -203,7 +203,7 @@ class ExtraGroups(Records):
 
 
 def record_of(group: RolloutGroup) -> Record:
-    """JSON values; texts are left out."""
+    """Return a group as JSON values; texts are left out."""
     asked = _asked(group.source, group.prompt_ids, len(group.rollouts))
     return {"asked": asked, "rollouts": list(map(_described, group.rollouts))}
 
@@ -214,7 +214,7 @@ def _oldest_version(record: Record) -> int:
 
 
 def asked_of(request: Request) -> list[Any]:
-    """What a record must answer."""
+    """Return what a record must answer."""
     return _asked(request.source, request.prompt_ids, request.num_samples)
 
 
@@ -235,7 +235,7 @@ def _described(rollout: Rollout) -> Record:
 
 
 def described(completion: Completion) -> Record:
-    """JSON values; without ``cached_tokens``, which differ from start to start."""
+    """Return JSON values; without ``cached_tokens``, which differ from start to start."""
     packed: Record = {name: _packed(kind, getattr(completion, name)) for name, kind in _PACKED.items()}
     if completion.routing is not None:
         routing = completion.routing.numpy()
@@ -256,7 +256,7 @@ def _rollout(record: Record, wants_routing: bool) -> Rollout:
 
 
 def completion_of(record: Record, wants_routing: bool = False) -> Completion:
-    """The inverse of `described`."""
+    """Invert `described`."""
     fields = {name: value for name, value in record.items() if name not in ("grade", "prompt_ids", "branches")}
     fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
     routing = fields.pop("routing", None)
@@ -285,7 +285,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path, header: Record) -> tuple[list[Record], int]:
-    """The groups of a file, and where the last whole record ends: a damaged one ends the file.
+    """Read the groups of a file, and where the last whole record ends: a damaged one ends the file.
 
     None and 0 if its header is another.
     """
@@ -304,7 +304,7 @@ def _read(path: Path, header: Record) -> tuple[list[Record], int]:
 
 
 def _appending(path: Path, end: int, header: Record) -> BinaryIO:
-    """The file, open after its first ``end`` bytes; begun anew if these are none."""
+    """Open the file after its first ``end`` bytes; it begins anew if these are none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")
     stream.truncate(end)

@@ -40,7 +40,7 @@ class PartialRollouts:
     """Groups are generated before they are too old; else those that are too old are dropped."""
 
     def due(self, requests: Sequence[Request], policy_version: int, wanted: int) -> set[int]:
-        """Places of those of the ``requests`` that must be among the ``wanted`` ones of this step.
+        """Return the places of those ``requests`` that must be among the ``wanted`` ones of this step.
 
         A group may be used in as many later steps as its age leaves it. Each of them takes ``wanted`` groups: where
         more have to be used by then, the oldest of them are due now. That is at most ``wanted`` as long as no more
@@ -115,7 +115,7 @@ class PartialCollector(Collector):
 
 
 def oldest_version(request: Request, policy_version: int) -> int:
-    """The version of the oldest token of its samples; ``policy_version`` where there is none."""
+    """Return the version of the oldest token of its samples; ``policy_version`` where there is none."""
     return min((sample.stretches[0][0] for sample in request.so_far if sample.token_ids), default=policy_version)
 
 
@@ -149,7 +149,7 @@ class PartialGoal(Goal):
 def goal_of(
     requests: Sequence[Request], due: set[int], wanted: int, expected: ExpectedLengths, rank: int, num_ranks: int
 ) -> PartialGoal:
-    """What replica ``rank`` has to generate: about as many tokens as the others, of what is due and of the rest."""
+    """Return what replica ``rank`` has to generate: about as many tokens as the others, due or not."""
     old = [request for request in requests if request.index in due]
     rest = [request for request in requests if request.index not in due]
     ranks_of_old, ranks_of_rest = deal(old, expected, num_ranks), deal(rest, expected, num_ranks)
@@ -166,7 +166,7 @@ class UnfinishedGroups(Records):
     """The groups in flight between two steps."""
 
     def requests(self, source: PromptSource, factory: RequestFactory, group_size: int) -> list[Request]:
-        """What goes on, the oldest draws first, numbered from 0. Left out is what does not fit the run any more."""
+        """Return what goes on, the oldest draws first, numbered from 0, without what no longer fits the run."""
         found: list[Request] = []
         for record in self._records:
             environment, task_id, epoch, *_ = record["asked"]
@@ -185,12 +185,12 @@ class UnfinishedGroups(Records):
         return found
 
     def turn_over(self, records: Sequence[Record]) -> None:
-        """The step is finished, and ``records`` go on in the next."""
+        """Let ``records`` go on in the next step."""
         self._records = list(records)
 
 
 def gathered(goal: PartialGoal, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:
-    """Indices of the groups that are generated, and records of those unfinished, of all replicas; collective."""
+    """Gather the indices of generated groups, and records of unfinished ones, of all replicas; collective."""
     own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.so_far))}] for r in goal.unfinished]
     parts = gather_json([list(finished), own], replicas)
     records = sorted((entry for _, part in parts for entry in part), key=lambda entry: entry[0])

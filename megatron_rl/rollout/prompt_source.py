@@ -67,7 +67,7 @@ class PromptSource:
         self.skipped_too_long = 0
 
     def draw(self, count: int) -> list[SourcedTask]:
-        """The next ``count`` tasks whose prompts fit; longer ones are skipped and counted.
+        """Draw the next ``count`` tasks whose prompts fit; longer ones are skipped and counted.
 
         Raises:
             EnvironmentFault: an environment has no prompt that fits.
@@ -84,7 +84,7 @@ class PromptSource:
         return drawn
 
     def find(self, environment: str, task_id: str, epoch: int) -> SourcedTask | None:
-        """As it was drawn before; None where the environment or the task is not there any more."""
+        """Return a task as it was drawn before; None where the environment or the task is not there any more."""
         if environment not in self._by_id:
             tasks = [pool.tasks for pool in self._pools if pool.environment == environment]
             self._by_id[environment] = {task.id: task for part in tasks for task in part}
@@ -92,7 +92,7 @@ class PromptSource:
         return None if task is None else SourcedTask(environment, task, epoch, tuple(self._encode(task, environment)))
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor, for a checkpoint."""
+        """Return the cursor, for a checkpoint."""
         return dict(self._drawn)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -103,7 +103,7 @@ class PromptSource:
             self._next_pool()
 
     def position(self) -> Position:
-        """Where it stands, for `return_to` of this process: what `load_state_dict` would have to work out again."""
+        """Return where it stands, for `return_to`: what `load_state_dict` would have to work out again."""
         return dict(self._drawn), dict(self._shares), dict(self._misses), self.skipped_too_long
 
     def return_to(self, position: Position) -> None:
@@ -112,7 +112,7 @@ class PromptSource:
         self._drawn, self._shares, self._misses = dict(drawn), dict(shares), dict(misses)
 
     def _skip(self, pool: TaskPool) -> None:
-        """Counted by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""
+        """Count a miss by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""
         self.skipped_too_long += 1
         self._misses[pool.environment] += 1
         if self._misses[pool.environment] >= 2 * len(pool.tasks):  # a whole epoch is among them
@@ -122,7 +122,7 @@ class PromptSource:
             )
 
     def _next_pool(self) -> TaskPool:
-        """The pool that is furthest below its share of all draws; counted."""
+        """Choose and count the pool that is furthest below its share of all draws."""
         total = sum(self._shares.values()) + 1
         weights = sum(pool.weight for pool in self._pools)
         chosen = max(
@@ -165,7 +165,7 @@ class RequestFactory:
     def request(
         self, source: SourcedTask, num_samples: int, index: int, greedy: bool = False, at_most: int | None = None
     ) -> Request:
-        """One group; ``index`` is its number in the step, ``at_most`` bounds its new tokens further."""
+        """Ask for one group; ``index`` is its number in the step, ``at_most`` bounds its new tokens further."""
         room = self.max_sequence_length - len(source.prompt_ids)
         tokens = min(self.sampling.max_new_tokens, room, at_most or room)
         sampling = replace(self.sampling, greedy=greedy, max_new_tokens=tokens)
@@ -189,7 +189,7 @@ class ExpectedLengths:
         self._environments: dict[str, _Environment] = {}
 
     def tokens(self, request: Request) -> int:
-        """Tokens of a group: its prompt, which is read once, and what its completions will probably add."""
+        """Expect the tokens of a group: its prompt, which is read once, and what its completions will add."""
         drawn = sum(len(sample.token_ids) for sample in request.so_far)
         return len(request.prompt_ids) + max(0, round(request.num_samples * self.completion(request)) - drawn)
 
@@ -217,7 +217,7 @@ class ExpectedLengths:
         }
 
     def completion(self, request: Request) -> float:
-        """Tokens of one of its completions."""
+        """Expect the tokens of one of its completions."""
         known = self._environments.get(request.source.environment)
         if known is None:
             return request.sampling.max_new_tokens
@@ -225,7 +225,7 @@ class ExpectedLengths:
 
 
 def deal(requests: Sequence[Request], expected: ExpectedLengths, num_ranks: int) -> list[int]:
-    """The rollout replica of each group, with about the same expected tokens on all ranks: longest first.
+    """Return the rollout replica of each group, with about the same expected tokens on all: longest first.
 
     Of groups that are expected to be alike every rank gets some of each environment: environments are drawn by
     turns, and two ranks that took the groups by turns would have one each. Every rank gets a group if there are enough.

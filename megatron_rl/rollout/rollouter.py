@@ -163,7 +163,7 @@ class Rollouter:
     async def _generate(
         self, samples: _Samples, finished: Mapping[int, RolloutGroup], num_requests: int
     ) -> float | None:
-        """Until there is all that is wanted: when the last token was drawn. None when it was asked to stop."""
+        """Generate until the goal is met; returns when the last token was drawn, None when asked to stop."""
         generated = time.perf_counter()
         for steps in itertools.count():
             # Once all groups are finished, nobody waits for what the engine may still have of them.
@@ -185,7 +185,7 @@ class Rollouter:
             await asyncio.sleep(_LOOK_AGAIN_SECONDS if idle else 0)
 
     def _on_any_copy(self, *facts: bool) -> tuple[bool, ...]:
-        """Which of them hold for any of the model copies that share experts; the ranks of one copy know the same."""
+        """Return which facts hold for any model copy that shares experts; the ranks of one copy know the same."""
         groups = self._groups
         if groups.lockstep_group.size() == groups.model_group.size():
             return facts
@@ -249,7 +249,7 @@ class _Samples:
             part.submit_turns(self.engine)
 
     async def wait(self, seconds: float) -> None:
-        """Until an environment has answered, or has called, for ``seconds`` at most.
+        """Wait until an environment has answered, or has called, for ``seconds`` at most.
 
         Of the leader of a model copy; the others have nothing to wait for.
         """

@@ -19,7 +19,7 @@ _MOST_RANKS_SHOWN = 32
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> dict[str, float]:
-    """Lengths and endings under verl's names, and the mean of every metric the graders report.
+    """Return lengths and endings under verl's names, and the mean of every metric the graders report.
 
     Lengths, turns and endings are of whole samples, all their sequences together.
     """
@@ -61,7 +61,7 @@ def lengths_and_seconds(
     num_groups: int,
     rollout_group: dist.ProcessGroup,
 ) -> tuple[list[float], list[float]]:
-    """Mean tokens of the samples' completions of each of the step's groups, and each replica's seconds of generation.
+    """Return the mean tokens of a sample of each of the step's groups, and each replica's seconds of generation.
 
     ``answered`` are this replica's groups by number, ``seconds`` its own.
 
@@ -78,7 +78,7 @@ def lengths_and_seconds(
 
 
 def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
-    """Share of the slowest rank's generation that each replica did not generate in, and their mean.
+    """Return the share of the slowest replica's time that each one did not generate in, and their mean.
 
     Empty on one rank, which waits for nobody.
     """
@@ -92,7 +92,7 @@ def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def engine_metrics(statistics: EngineStatistics, rollout_group: dist.ProcessGroup) -> dict[str, float]:
-    """What the engines did, summed over all rollout replicas."""
+    """Sum what the engines did over all rollout replicas."""
     sums = torch.tensor(list(vars(statistics).values()), dtype=torch.float64)
     dist.all_reduce(sums, group=rollout_group)
     total = EngineStatistics(*sums.tolist())
@@ -108,7 +108,7 @@ def engine_metrics(statistics: EngineStatistics, rollout_group: dist.ProcessGrou
 def staleness_metrics(
     groups: Sequence[RolloutGroup], policy_version: int, replicas: dist.ProcessGroup
 ) -> dict[str, float]:
-    """How many of the tokens are of older weights, and by how many steps; over all replicas."""
+    """Measure how many of the tokens are of older weights, and by how many steps; over all replicas."""
     ages = [
         (policy_version - version, size)
         for group in groups for rollout in group.rollouts for completion in rollout.completions
@@ -147,7 +147,7 @@ class Failures:
 
 
 def failures_of(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> Failures:
-    """Counts the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
+    """Count the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
     grades = [r.grade for g in groups for r in g.rollouts if r.grade.failed]
     counts = _summed(Counter(grade.code for grade in grades), rollout_group)
     longest = max((grade.message for grade in grades), key=len, default="")
@@ -170,7 +170,7 @@ def refuse_failures(failures: Failures, samples: int, largest_share: float) -> N
 
 
 def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFault:
-    """The error of an evaluation in which ``environments`` have graded nothing."""
+    """Return the error of an evaluation in which ``environments`` have graded nothing."""
     names = ", ".join(map(repr, environments))
     return EnvironmentFault(
         f"the evaluation has no result on {names}: every grade failed ({failures}); see logs/ of the run directory"
@@ -179,7 +179,7 @@ def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFa
 
 
 def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[str, float]:
-    """Sums of what every rank counted at its environment server, and of failed grades by error code.
+    """Sum what every rank counted at its environment server, and failed grades by error code.
 
     Collective over the whole job, not over one copy of the model: any rank may keep a server.
     """
@@ -191,7 +191,7 @@ def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[s
 def reward_by_environment(
     groups: Sequence[RolloutGroup], signal: Sequence[bool], rollout_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Mean reward of the graded samples of each environment, and share of its groups with signal; collective.
+    """Return each environment's mean reward of graded samples, and share of groups with signal; collective.
 
     ``signal`` is of this replica's ``groups``, as the advantage has it.
     """

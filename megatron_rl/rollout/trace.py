@@ -41,7 +41,7 @@ class _Turn:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Up to the end of its answer."""
+        """All tokens up to the end of its answer."""
         return self.prompt_ids + self.completion.token_ids
 
 
@@ -52,7 +52,7 @@ class Trace:
         self._turns: dict[int, _Turn] = {}
 
     def begin(self, number: int, after: int | None, ids: Sequence[int]) -> tuple[int, ...]:
-        """Turn ``number`` reads ``ids`` after the answer of turn ``after``; its whole prompt."""
+        """Begin turn ``number``, which reads ``ids`` after the answer of turn ``after``; returns its whole prompt."""
         before, depth = (), 0
         if after is not None:
             before, depth = self._turns[after].token_ids, self._turns[after].depth + 1
@@ -61,15 +61,15 @@ class Trace:
         return turn.prompt_ids
 
     def answer(self, number: int, completion: Completion) -> None:
-        """What the model wrote in turn ``number``."""
+        """Add what the model wrote in turn ``number``."""
         self._turns[number].completion = completion
 
     def depth(self, number: int) -> int:
-        """The model's turns before this one."""
+        """Return the number of the model's turns before this one."""
         return self._turns[number].depth
 
     def sequences(self, numbers: Collection[int] | None = None) -> list[Branch]:
-        """From every root to every last turn; what the model wrote is in the completion of one of them.
+        """List the sequences from roots to last turns; what the model wrote is in the completion of one of them.
 
         The longest first, of equally long ones by their tokens: harnesses that call several times at once are answered
         in any order, and the same samples are to be the same. Only answered turns count, and of these only ``numbers``.
@@ -92,7 +92,7 @@ class Trace:
 
 
 def _joined(turns: Sequence[_Turn]) -> Branch:
-    """Turns that follow each other."""
+    """Join turns that follow each other."""
     completion = turns[0].completion
     for turn in turns[1:]:
         completion = extended(completion, turn.read, turn.completion)
