@@ -238,13 +238,13 @@ class Completion:
     finish_reason: FinishReason | None
     """None of a sample that goes on, in `Request.so_far`."""
     policy_version: int
-    """How many steps had changed the policy that drew the tokens, but for those of ``earlier_versions``."""
+    """How many steps had changed the policy that drew the tokens, but for the ``older`` ones."""
     environment_spans: tuple[tuple[int, int], ...] = ()
     """``[start, end)`` of the tokens that the model read and did not write: no part of the loss."""
     routing: torch.Tensor | None = field(default=None, compare=False)
     """[prompt and answer, layers, k] uint8 or int16, on the CPU: the experts that each token was sent to in the layers
     of this rank. The last token was never fed: the largest number of the dtype. None unless the request wants it."""
-    earlier_versions: tuple[tuple[int, int], ...] = ()
+    older: tuple[tuple[int, int], ...] = ()
     """``(version, end)`` of each stretch at the beginning that an older policy drew: with ((3, 2), (4, 7)) and
     ``policy_version`` 6, tokens 0 and 1 are of version 3, tokens 2 to 6 of version 4, and the others of version 6."""
     cached_tokens: int = field(default=0, compare=False)
@@ -253,8 +253,8 @@ class Completion:
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
         """Policy version and number of tokens of each stretch."""
-        ends = (*self.earlier_versions, (self.policy_version, len(self.token_ids)))
-        starts = (0, *(end for _, end in self.earlier_versions))
+        ends = (*self.older, (self.policy_version, len(self.token_ids)))
+        starts = (0, *(end for _, end in self.older))
         return tuple((version, end - start) for (version, end), start in zip(ends, starts, strict=True))
 
     @property

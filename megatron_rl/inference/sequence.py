@@ -129,10 +129,10 @@ class Sequence:
             return replace(self.output, policy_version=policy_version)
         if self.num_drawn == 0:
             return before
-        earlier = before.earlier_versions
+        earlier = before.older
         if before.policy_version != policy_version:
             earlier += ((before.policy_version, len(before.token_ids)),)
-        return replace(self.output, policy_version=policy_version, earlier_versions=earlier)
+        return replace(self.output, policy_version=policy_version, older=earlier)
 
 
 class SequenceGroup:

@@ -240,9 +240,7 @@ def described(completion: Completion) -> Record:
     if completion.routing is not None:
         routing = completion.routing.numpy()
         packed["routing"] = [routing.dtype.name, routing.shape, base64.b64encode(routing).decode()]
-    packed["older"] = completion.earlier_versions
-    left_out = "cached_tokens", "earlier_versions"
-    return {name: value for name, value in {**vars(completion), **packed}.items() if name not in left_out}
+    return {name: value for name, value in {**vars(completion), **packed}.items() if name != "cached_tokens"}
 
 
 def _rollout(record: Record, wants_routing: bool) -> Rollout:
@@ -263,8 +261,8 @@ def completion_of(record: Record, wants_routing: bool = False) -> Completion:
     if wants_routing and routing is not None:
         kind, shape, text = routing
         fields["routing"] = torch.from_numpy(np.frombuffer(bytearray(base64.b64decode(text)), kind).reshape(shape))
-    fields["environment_spans"] = tuple(map(tuple, record.get("environment_spans", ())))
-    fields["earlier_versions"] = tuple(map(tuple, fields.pop("older", ())))
+    for pairs in ("environment_spans", "older"):
+        fields[pairs] = tuple(map(tuple, record.get(pairs, ())))
     return Completion(**fields)
 
 

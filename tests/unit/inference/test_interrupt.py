@@ -82,7 +82,7 @@ def test_each_token_has_the_version_that_drew_it(policy: PolicyModel) -> None:
     assert pauses - 5 == 3
     for completion in group:
         assert versions_of(completion) == (5,) * 4 + (6,) * 7 + (7,) * 3
-        assert completion.earlier_versions == ((5, 4), (6, 11))
+        assert completion.older == ((5, 4), (6, 11))
         assert completion.policy_version == 7
 
 
@@ -97,7 +97,7 @@ def test_weights_that_stayed_the_same_are_one_stretch(policy: PolicyModel) -> No
         engine.begin(1, 5)
         engine.submit(begun)
         ((_, (completion,)),) = engine.step()
-    assert (completion.policy_version, completion.earlier_versions) == (5, ())
+    assert (completion.policy_version, completion.older) == (5, ())
     assert len(completion.token_ids) == 6
 
 
@@ -138,7 +138,7 @@ def test_keys_and_values_are_of_the_new_weights(one_rank: object) -> None:
     for ours, theirs in zip(went_on, anew, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.inference_logprobs == pytest.approx(theirs.inference_logprobs, abs=5e-6)
-        assert ours.earlier_versions == ((0, 5),)
+        assert ours.older == ((0, 5),)
 
 
 def test_only_what_is_drawn_now_is_counted(policy: PolicyModel) -> None:

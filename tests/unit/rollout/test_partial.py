@@ -26,7 +26,7 @@ FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), 16)
 
 
 def sample(tokens: int, version: int, ends: bool = False, earlier: tuple[tuple[int, int], ...] = ()) -> Completion:
-    return Completion((5,) * tokens, (-0.5,) * tokens, "stop" if ends else None, version, earlier_versions=earlier)
+    return Completion((5,) * tokens, (-0.5,) * tokens, "stop" if ends else None, version, older=earlier)
 
 
 def request(index: int, *begun: Completion, task: str = "a") -> Request:
@@ -182,8 +182,8 @@ def test_lag_of_tokens_by_hand(one_rank: ParallelGroups) -> None:
     group = graded_group([0.0, 1.0], lengths=[3, 4])
     first, second = group.rollouts
     drawn = [
-        replace(first.completion, policy_version=7, earlier_versions=((4, 2),)),
-        replace(second.completion, policy_version=7, earlier_versions=((6, 1),)),
+        replace(first.completion, policy_version=7, older=((4, 2),)),
+        replace(second.completion, policy_version=7, older=((6, 1),)),
     ]
     rollouts = tuple(replace(r, completion=c) for r, c in zip(group.rollouts, drawn, strict=True))
     assert staleness_metrics([replace(group, rollouts=rollouts)], 7, one_rank.rollout_group) == {

@@ -59,7 +59,7 @@ def test_what_a_conversation_read_is_no_loss_token(one_rank: ParallelGroups) -> 
 def test_versions_are_those_of_the_answer_behind_its_prompt(one_rank: ParallelGroups) -> None:
     group = graded_group([0.0, 1.0], prompt_ids=(7, 8, 9))
     first, second = group.rollouts
-    drawn = dataclasses.replace(second.completion, policy_version=4, earlier_versions=((2, 1),))
+    drawn = dataclasses.replace(second.completion, policy_version=4, older=((2, 1),))
     told = dataclasses.replace(group, rollouts=(first, dataclasses.replace(second, completion=drawn)))
     samples, _ = build(one_rank, [told])
     assert versions_of(drawn) == (2, 4)
