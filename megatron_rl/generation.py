@@ -27,7 +27,7 @@ from megatron_rl.run.memory.phases import Phases
 from megatron_rl.run.preflight.inputs import open_tokenizer
 from megatron_rl.run.weights import end_tokens_of, read_first_weights
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Message, Prompt, Request, SourcedTask, Task
+from megatron_rl.types import Hints, Message, Place, Prompt, Request, SourcedTask, Task
 
 SOURCE = "generate"
 """Stands for the name of an environment where draws are seeded."""
@@ -112,11 +112,11 @@ class Chat:
             message: Message = {"role": "user", "content": text}
             ids = self._ids + tokenizer.encode_reply(self._prompt, [message], self._ended)
         request = self._generator.request(self._prompt, ids, self._turns)
-        engine.submit(replace(request, turn=self._turns, goes_on=True))
+        engine.submit(replace(request, place=Place(turn=self._turns), hints=Hints(goes_on=True)))
         said: tuple[int, ...] = ()
         while any_rank(engine.has_unfinished):
             if any_rank(stop()):
-                said = next((each.begun[0].token_ids for each in engine.interrupt() if each.begun), said)
+                said = next((each.so_far[0].token_ids for each in engine.interrupt() if each.so_far), said)
                 self._ended = False
                 break
             for _, (completion,) in engine.step():

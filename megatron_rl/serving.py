@@ -38,7 +38,7 @@ def serve(generator: Generator, endpoint: Endpoint | None, stop: Callable[[], bo
         answers = engine.step() if engine.has_unfinished else []
         if endpoint is not None:
             for answered, (completion,) in answers:
-                endpoint.deliver(answered.call, completion)
+                endpoint.deliver(answered.place.call, completion)
             endpoint.show(engine)
 
 

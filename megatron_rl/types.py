@@ -178,31 +178,51 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Which samples of its group a request is for, and which call of the model it is; by default all, and the first."""
+
+    first_sample: int = 0
+    """Number of the first of the samples: a later turn is asked for sample by sample."""
+    turn: int = 0
+    """The model's turns before this one; a conversation that waits goes before those that have not begun."""
+    call: int | None = None
+    """The call of the endpoint that waits for it; None of what the rollout itself asks for."""
+    branch: int = 0
+    """Of the sample's calls with the very same prompt each has another, and so random numbers of its own."""
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What an engine may know of a request. No token depends on it."""
+
+    expected_tokens: int | None = None
+    """How many tokens a sample will probably have; None is as many as it may. Changes the order of work."""
+    goes_on: bool = False
+    """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
+    wants_routing: bool = False
+    """Completions are to have `Completion.routing`, which an engine for `--rl-router-replay` can give."""
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt and the number of samples wanted for it; the samples share one prefill."""
 
     source: SourcedTask
+    """With the place it fixes the random numbers of the samples."""
     prompt_ids: tuple[int, ...]
     num_samples: int
     sampling: SamplingParams
     index: int = 0
     """Position in the caller's list; comes back with the result."""
-    first_sample: int = 0
-    """Number of the first of the samples in its group: a later turn is asked for sample by sample."""
-    turn: int = 0
-    """The model's turns before this one; a conversation that waits goes before those that have not begun."""
-    goes_on: bool = False
-    """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
-    expected_tokens: int | None = None
-    """How many tokens a sample will probably have; None is as many as it may. Changes the order of work alone."""
-    wants_routing: bool = False
-    """Completions are to have `Completion.routing`, which an engine for `--rl-router-replay` can give."""
-    call: int | None = None
-    """The call of the endpoint that waits for it; None of what the rollout itself asks for."""
-    branch: int = 0
-    """Of the sample's calls with the very same prompt each has another, and so random numbers of its own."""
-    begun: tuple[Completion, ...] = ()
-    """Of a request that `Engine.interrupt` gave back: its samples so far, one each, from which they go on."""
+    place: Place = Place()
+    hints: Hints = Hints()
+    so_far: tuple[Completion, ...] = ()
+    """Of a request that `Engine.interrupt` gave back: one each, from which they go on."""
+
+    @property
+    def is_generated(self) -> bool:
+        """True when all its samples are finished."""
+        return bool(self.so_far) and all(s.finish_reason is not None for s in self.so_far)
 
 
 @dataclass(frozen=True)
@@ -216,7 +236,7 @@ class Completion:
     inference_logprobs: tuple[float, ...]
     """fp32 log-prob of each token under the distribution it was drawn from; 0 where the model read."""
     finish_reason: FinishReason | None
-    """None of a sample that goes on, in `Request.begun`."""
+    """None of a sample that goes on, in `Request.so_far`."""
     policy_version: int
     """How many steps had changed the policy that drew the tokens, but for the ``older`` ones."""
     environment_spans: tuple[tuple[int, int], ...] = ()
@@ -227,7 +247,6 @@ class Completion:
     older: tuple[tuple[int, int], ...] = ()
     """``(version, end)`` of each stretch at the beginning that an older policy drew: with ((3, 2), (4, 7)) and
     ``policy_version`` 6, tokens 0 and 1 are of version 3, tokens 2 to 6 of version 4, and the others of version 6."""
-
     cached_tokens: int = field(default=0, compare=False)
     """Of its prompt, found in the KV cache instead of computed; that depends on what else was drawn."""
 

@@ -23,7 +23,7 @@ from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Completion, Hints, Place, Request, SamplingParams, SourcedTask, Task
 
 POLICY = "policy"
 
@@ -163,8 +163,9 @@ class Endpoint:
 
     def show(self, engine: Engine) -> None:
         """Report the progress of all calls that are streamed; reads the device for those alone."""
-        for request, token_ids in engine.unfinished_tokens(lambda request: self._pending.is_streamed(request.call)):
-            self.progress(request.call, token_ids)
+        streams = engine.unfinished_tokens(lambda request: self._pending.is_streamed(request.place.call))
+        for request, token_ids in streams:
+            self.progress(request.place.call, token_ids)
 
 
 def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
@@ -182,4 +183,4 @@ def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: 
     """Return what the engine is asked for."""
     source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
     params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
-    return Request(source, tuple(ids), 1, params, goes_on=True, call=number, branch=choice)
+    return Request(source, tuple(ids), 1, params, place=Place(call=number, branch=choice), hints=Hints(goes_on=True))

@@ -41,7 +41,7 @@ class PlannedCall:
     ids: tuple[int, ...]
     """Of a root the whole prompt, else what the model reads after that answer."""
     branch: int
-    """The lowest number that no other call of the sample with the very same prompt has, see `Request.branch`."""
+    """The lowest number that no other call of the sample with the very same prompt has, see `Place.branch`."""
     num_prompt_tokens: int
     """Of the whole prompt."""
     fingerprint: bytes

@@ -1,13 +1,16 @@
-"""The running batch on the device: one row a sequence, updated in place."""
+"""The running batch on the device, one row a sequence, updated in place; and what the host reads of it."""
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as ListOf
 
 import torch
 
 from megatron_rl.inference.sampler import SamplingModes, SamplingTensors
 from megatron_rl.inference.sequence import Sequence
+from megatron_rl.types import FinishReason
 
 
 class BatchState:
@@ -35,11 +38,11 @@ class BatchState:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """What belongs to rows."""
+        """List the tensors that have an entry for each row."""
         return [held for held in vars(self).values() if isinstance(held, torch.Tensor) and held is not self.is_stop]
 
     def begin(self, sequences: ListOf[Sequence], rows: torch.Tensor) -> None:
-        """``sequences`` in ``rows`` [N], theirs: their prompts are in the cache, nothing is drawn yet."""
+        """Start ``sequences`` in their ``rows`` [N]: their prompts are in the cache, nothing is drawn yet."""
 
         def column(values: list[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
@@ -58,7 +61,7 @@ class BatchState:
         self.temperature[rows] = column([1.0 if p.greedy else p.temperature for p in params], torch.float32)
 
     def sampling(self, rows: slice | torch.Tensor, modes: SamplingModes) -> SamplingTensors:
-        """How ``rows`` are sampled."""
+        """Return how ``rows`` are sampled, as far as any request needs it."""
         return SamplingTensors(
             seeds=self.seed[rows],
             temperature=self.temperature[rows] if modes.tempered else None,
@@ -68,7 +71,7 @@ class BatchState:
         )
 
     def positions_ahead(self, rows: int, steps: int, max_length: int) -> torch.Tensor:
-        """``[steps, rows]``: where the first rows' next tokens go, if none of them ends; below ``max_length``.
+        """Return ``[steps, rows]``: where the rows' next tokens go, if none of them ends; below ``max_length``.
 
         A row that has ended goes on behind its last token; what it writes there is never read.
         """
@@ -103,7 +106,7 @@ class BatchState:
         self.alive[rows] = alive & (added < room) & ~ends.any(0)
 
     def idle(self, rows: list[int] | slice = slice(None), positions: list[int] | None = None) -> None:
-        """The rows have no running sequence: they are computed until they are taken or left out.
+        """Mark rows as without a running sequence: they are computed until they are taken or left out.
 
         They write to the cache meanwhile, at ``positions`` or where they stand: in a row of the cache behind its
         sequence, whose beginning may be used again. Over blocks a row without a sequence goes on with one key, and not
@@ -117,8 +120,83 @@ class BatchState:
             self.position[rows] = 0
 
     def exchange(self, pairs: ListOf[tuple[int, int]]) -> None:
-        """Rows change places, so what is idle stays idle (compaction)."""
+        """Let rows change places, so that what is idle stays idle (compaction)."""
         source = torch.tensor([row for pair in pairs for row in pair], device=self.device)
         destination = torch.tensor([row for pair in pairs for row in reversed(pair)], device=self.device)
         for buffer in self.buffers:
             buffer[destination] = buffer[source]
+
+
+class OutputProcessor:
+    """Reads tokens and log-probs of rows, and finds the end of their sequences."""
+
+    def __init__(self, state: BatchState, stop_ids: Collection[int], decode_text: Callable[[ListOf[int]], str]) -> None:
+        self._state = state
+        self._stop_ids = frozenset(stop_ids)
+        self._decode_text = decode_text
+
+    def finish(self, running: ListOf[Sequence]) -> list[Sequence]:
+        """Read once which sequences have ended: those are finished, and their rows idle."""
+        state, height = self._state, max(sequence.row for sequence in running) + 1
+        alive, counts = torch.stack((state.alive[:height].long(), state.count[:height])).tolist()
+        watched = [s for s in running if s.request.sampling.stop or not alive[s.row]]
+        finished = []
+        for sequence, token_ids, logprobs in self._read(watched, [counts[s.row] for s in watched]):
+            ids = sequence.output_ids + token_ids
+            kept, reason = self._ending(ids, sequence.request.sampling.stop, bool(alive[sequence.row]))
+            if reason is not None:
+                new = kept - len(sequence.output_ids)
+                sequence.append(token_ids[:new], logprobs[:new])
+                sequence.finish(reason)
+                finished.append(sequence)
+        self._leave(finished)
+        return finished
+
+    def save(self, preempted: ListOf[Sequence]) -> None:
+        """Read what preempted sequences have drawn: they go on from there when they are admitted again."""
+        for sequence, token_ids, logprobs in self._read(preempted, [s.num_unread for s in preempted]):
+            sequence.append(token_ids, logprobs)
+        self._leave(preempted)
+
+    def so_far(self, running: ListOf[Sequence]) -> list[tuple[int, ...]]:
+        """Return the tokens that each has drawn, which still count as unread."""
+        return [s.output_ids + ids for s, ids, _ in self._read(running, [s.num_unread for s in running])]
+
+    def _read(
+        self, sequences: ListOf[Sequence], counts: ListOf[int]
+    ) -> Iterator[tuple[Sequence, tuple[int, ...], tuple[float, ...]]]:
+        """Yield each sequence with its last ``counts`` tokens and their log-probs."""
+        if sequences:
+            rows, longest = torch.tensor([s.row for s in sequences], device=self._state.device), max(counts)
+            held = (buffer[rows, :longest].tolist() for buffer in (self._state.tokens, self._state.logprobs))
+            for sequence, count, token_ids, logprobs in zip(sequences, counts, *held, strict=True):
+                yield sequence, tuple(token_ids[:count]), tuple(logprobs[:count])
+
+    def _leave(self, sequences: ListOf[Sequence]) -> None:
+        if sequences:
+            self._state.idle([sequence.row for sequence in sequences])
+
+    def _ending(self, ids: tuple[int, ...], stop: ListOf[str], alive: bool) -> tuple[int, FinishReason | None]:
+        """How many tokens belong to the sequence, and why it ended; no reason while it goes on."""
+        kept = truncate_at_stop(ids, stop, self._decode_text) if stop else None
+        if kept is not None:
+            return kept, "stop_string"
+        if alive:
+            return len(ids), None
+        return len(ids), "stop" if ids[-1] in self._stop_ids else "length"
+
+
+def truncate_at_stop(token_ids: ListOf[int], stop: ListOf[str], decode: Callable[[ListOf[int]], str]) -> int | None:
+    """Return how many tokens to keep so that the text just contains a stop string; None without one.
+
+    The token that completes the stop string is kept: its log-prob belongs to the policy's choice.
+    """
+
+    def contains(count: int) -> bool:
+        text = decode(token_ids[:count])
+        return any(string in text for string in stop)
+
+    if not contains(len(token_ids)):
+        return None
+    counts = range(1, len(token_ids) + 1)  # "contains" is monotone in the number of tokens
+    return counts[bisect.bisect_left(counts, True, key=contains)]

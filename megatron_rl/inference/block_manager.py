@@ -40,39 +40,39 @@ class BlockManager(Protocol):
     """What the scheduler asks."""
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
-        """How many tokens at the beginning of a prompt need not be computed again."""
+        """Return how many tokens at the beginning of a prompt need not be computed again."""
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
-        """``free`` rows and blocks for as many of the ``sequences``, of one prompt, as possible; None: for none.
+        """Give ``free`` rows and blocks to as many of the ``sequences``, of one prompt, as possible; None: to none.
 
         They must fit with ``lookahead`` tokens drawn. The first sequence of an empty cache always does.
         """
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
-        """The copies that give a prompt of ``length`` tokens, computed for the first sequence, to the others."""
+        """Return the copies that give a prompt of ``length`` tokens, computed for the first sequence, to the others."""
 
     def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
-        """The blocks of ``sequences`` will hold ``token_ids`` when the next prompts are looked at."""
+        """Note that the blocks of ``sequences`` hold ``token_ids`` by the time the next prompts are computed."""
 
     def extend(self, sequence: Sequence, length: int) -> bool:
-        """Blocks for the first ``length`` tokens; False when there are none left. A row has them all."""
+        """Provide blocks for the first ``length`` tokens; False when there are too few. A row always has room."""
         return True
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        """The sequence leaves its row; its blocks hold ``token_ids``, which may be used again."""
+        """Take the row back; its blocks hold ``token_ids``, which may be used again."""
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        """Sequences of at most ``length`` tokens change rows (from, to); the copies that this takes."""
+        """Move sequences of at most ``length`` tokens between rows (from, to); returns the copies that this takes."""
 
     def changed_table(self) -> array | None:
-        """The block table, row after row, if it has changed since the last call."""
+        """Return the block table, row after row, if it has changed since the last call."""
 
     def clear(self) -> None:
-        """All rows are free, and nothing in the cache can be used again."""
+        """Free all rows, and forget what the cache holds."""
 
 
 def reusable(length: int) -> int:
-    """Tokens of a prompt that need not be computed at most: its last one must be, for its logits.
+    """Return how many tokens of a prompt may be reused at most: the last one is computed, for its logits.
 
     A few more are: a CPU's product of fewer rows adds up in another order.
     """
@@ -125,7 +125,7 @@ class RowBlocks(BlockManager):
             self._learn(sequence.row, token_ids)
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        self._learn(sequence.row, token_ids, sequence.request.goes_on)
+        self._learn(sequence.row, token_ids, sequence.request.hints.goes_on)
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
         return (*((*move, length) for move in moves), *self._make_way(moves))
@@ -142,7 +142,7 @@ class RowBlocks(BlockManager):
                 self._kept.add(row)
 
     def _make_way(self, moves: ListOf[tuple[int, int]]) -> Copies:
-        """What is kept in the row that a sequence goes to takes the row it comes from, and is no younger for it."""
+        """Let what is kept in a row change places with the sequence that moves there; its age stays."""
         kept = [(destination, source) for source, destination in moves if destination in self._kept]
         copies = tuple((row, to, len(self._known[row])) for row, to in kept)
         places = dict([*moves, *kept])
@@ -168,7 +168,7 @@ class RowBlocks(BlockManager):
 
 
 def _common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
+    """Return how many tokens two sequences have in common at their beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -49,7 +49,7 @@ class RolloutContext(BaseInferenceContext):
     # -- the three states ----------------------------------------------------------------------
 
     def begin_prompts(self, new: NewTokens, cached: bool) -> None:
-        """Several prompts, or with ``cached`` more tokens of sequences whose beginnings are in the cache."""
+        """Prepare for prompts, or with ``cached`` for more tokens of sequences whose beginnings are in the cache."""
         borders = new.cu_seqlens.long()
         # The size is given, so that it is not read from the device.
         rows = torch.repeat_interleave(new.rows, borders[1:] - borders[:-1], output_size=new.position_ids.numel())
@@ -71,7 +71,7 @@ class RolloutContext(BaseInferenceContext):
             self._prompts = PackedPlan.build(*packed, self._ropes, self._dtype, self._kernels.packed, self._windows)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
-        """Decode steps without a host read, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
+        """Prepare for k decode steps of the rows 0..N-1 at ``positions`` [k, N], each one further than the last.
 
         No position of the first step reaches ``key_length``. What the steps need is computed here in one go;
         `next_step` begins each of them, the first too.

@@ -38,8 +38,7 @@ class EngineOptions:
         """Refuse what no engine of these sizes can finish.
 
         Raises:
-            EngineError: nothing is asked for, prompt and answer exceed the maximum sequence length, or the samples
-                that were begun are not those that are asked for.
+            EngineError: nothing is asked for, or prompt and answer exceed the maximum sequence length.
         """
         prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
         if min(prompt, new, request.num_samples) < 1:
@@ -52,13 +51,6 @@ class EngineOptions:
                 f"task {request.source.task.id!r}: {prompt} prompt tokens and {new} new ones do not fit "
                 f"--inference-max-seq-length {self.max_sequence_length}; raise it, or lower --rl-max-new-tokens"
             )
-        if request.begun:
-            lengths = [len(sample.token_ids) for sample in request.begun if sample.finish_reason is None]
-            if len(request.begun) != request.num_samples or max(lengths, default=new) >= new:
-                raise EngineError(
-                    f"task {request.source.task.id!r}: {request.num_samples} samples of at most {new} tokens cannot go "
-                    f"on from {len(request.begun)}, of which those to be finished have {lengths or 'no'} tokens"
-                )
 
 
 @dataclass
@@ -132,7 +124,7 @@ class Engine(Protocol):
         """The memory of `cache_tensors` goes: drop what was recorded with its addresses."""
 
     def interrupt(self) -> list[Request]:
-        """Stop; all unfinished requests, in no certain order, with their samples so far in `Request.begun`.
+        """Stop; all unfinished requests, in no certain order, with their samples so far in `Request.so_far`.
 
         Submitted again, also after the weights have changed, they go on from these tokens, whose keys and values are
         computed anew. On pipeline stages one may have been completed by stopping: all its samples are finished.

@@ -23,12 +23,14 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.collectives import max_over
 from megatron_rl.quantization.linears import parallel_linears
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, work: Work) -> Work:
-        """Without running it; the result repeats it on the same memory."""
+        """Record ``work`` without running it; the result repeats it on the same memory."""
         # A pool is given up with its last graph, so without one a new capture needs a new pool.
         pool = next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -77,7 +79,7 @@ class CudaRecorder:
         return graph.replay
 
     def used_bytes(self) -> int:
-        """Device memory in use. The driver's figure, because graphs take memory beside torch's."""
+        """Return the device memory in use by the driver's count, because graphs take memory beside torch's."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -128,7 +130,7 @@ class DecodeGraphs:
         self._said_observed = self._off = False
 
     def step(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work]:
-        """The parts of one decode step (see `ModelRunner.decode`) in their order; eager where they cannot be replayed.
+        """Return the parts of a decode step (see `ModelRunner.decode`) in order; eager where they cannot be replayed.
 
         A capture waits for the device: what this rank is still to receive must have been asked for, or two pipeline
         stages would wait for each other's messages to arrive.
@@ -150,7 +152,7 @@ class DecodeGraphs:
         return observed
 
     def _replays(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work] | None:
-        """None when the capture failed."""
+        """Return the recorded parts of the next larger size, captured if need be; None when that failed."""
         key_length = self._key_lengths[bisect.bisect_left(self._key_lengths, key_length)]
         key = self._variant(), self._addresses(), key_length, modes
         if key not in self.recorded:
@@ -170,11 +172,11 @@ class DecodeGraphs:
         return tuple([_owner(attributes.get("forward")) for attributes in self._linears])
 
     def _addresses(self) -> tuple[int, ...]:
-        """Of weights and cache. Quantised copies are never replaced: new ones are another variant."""
+        """Return those of weights and cache. Quantised copies are never replaced: new ones are another variant."""
         return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self._cache.tensors)))
 
     def _drop_stale(self, variant: tuple[weakref.ref | None, ...], addresses: tuple[int, ...]) -> None:
-        """Graphs that read what is no longer there."""
+        """Forget graphs that read what is no longer there."""
         moved = {key for key in self.recorded if key[0] == variant and key[1] != addresses}
         if moved:
             logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
@@ -182,7 +184,7 @@ class DecodeGraphs:
         self.recorded = {key: replays for key, replays in self.recorded.items() if key not in moved | gone}
 
     def record(self, key_length: int, modes: SamplingModes) -> dict[int, list[Work]] | None:
-        """Every size, the largest first: the smaller ones then fit into its memory. None when a capture failed.
+        """Capture every size, the largest first: the others then fit into its memory. None when a capture failed.
 
         Meanwhile all rows count as ended, and afterwards everything is as it was: a step then only writes a row's next
         key and value where the row itself writes its own in this step.
@@ -221,7 +223,7 @@ def _owner(forward: Any) -> weakref.ref | None:
 
 
 def possible_graphs(options: EngineOptions, policy: PolicyModel) -> EngineOptions:
-    """``options`` without graphs where ``policy`` cannot have them, which the log then says."""
+    """Return ``options`` without graphs where ``policy`` cannot have them, and log why."""
     if options.num_cuda_graphs is None:
         return options
     problem = None
@@ -237,26 +239,37 @@ def possible_graphs(options: EngineOptions, policy: PolicyModel) -> EngineOption
     return replace(options, num_cuda_graphs=None)
 
 
-def graphs_of(runner: ModelRunner, policy: PolicyModel, most: int | None) -> DecodeGraphs | None:
-    """Graphs of at most ``most`` batch sizes; None for None."""
-    if most is None:
+def graphs_of(runner: ModelRunner, policy: PolicyModel, max_sizes: int | None) -> DecodeGraphs | None:
+    """Make graphs of at most ``max_sizes`` batch sizes; None for None."""
+    if max_sizes is None:
         return None
     longest = runner.context.cache.max_length
     key_lengths = graph_key_lengths(longest) if policy.attention.cache.needs_key_length else (longest,)
-    sizes = graph_sizes(runner.state.alive.shape[0], most)
+    sizes = graph_sizes(runner.state.alive.shape[0], max_sizes)
     return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, key_lengths)
 
 
-def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
-    """At most ``most`` batch sizes up to ``slots``: powers of two, then the widest gaps between them are halved.
+def drop_unequal_graphs(runners: Sequence[ModelRunner], rows: int, lockstep_group: dist.ProcessGroup) -> None:
+    """Decode eager where the ranks of the lockstep group differ in ``rows``; collective."""
+    found = max_over({"most": rows, "least": -rows}, lockstep_group)
+    if found["most"] == -found["least"]:
+        return
+    for runner in runners:
+        if runner.graphs is not None:
+            logger.warning("decode runs eager: ranks that share experts have room for different numbers of sequences")
+        runner.graphs = None
+
+
+def graph_sizes(slots: int, max_sizes: int) -> tuple[int, ...]:
+    """Choose at most ``max_sizes`` batch sizes up to ``slots``: powers of two, then the widest gaps are halved.
 
     The engine never decodes fewer than `FEWEST_ROWS` rows. Where not all powers fit, the small ones are left out: a
     step of few rows reads the weights, whether it computes 4 rows or 32.
     """
     powers = [2**exponent for exponent in range(FEWEST_ROWS.bit_length() - 1, slots.bit_length())]
     smaller = [size for size in powers if size < slots]
-    sizes = [*smaller[max(0, len(smaller) - most + 1) :], slots]
-    while len(sizes) < most:
+    sizes = [*smaller[max(0, len(smaller) - max_sizes + 1) :], slots]
+    while len(sizes) < max_sizes:
         gaps = [(after - before, before) for before, after in pairwise(sizes)]
         gap, before = max(gaps, default=(0, 0), key=itemgetter(0))
         if gap < 2 * _STEP:
@@ -266,6 +279,6 @@ def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
 
 
 def graph_key_lengths(max_length: int) -> tuple[int, ...]:
-    """Key lengths to record for: doubling from 256 up to ``max_length``."""
+    """List the key lengths to record for: doubling from 256 up to ``max_length``."""
     doublings = (_SHORTEST_KEY_LENGTH << exponent for exponent in range(max_length.bit_length()))
     return (*(length for length in doublings if length < max_length), max_length)

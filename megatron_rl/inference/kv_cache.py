@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -30,31 +31,32 @@ from megatron_rl.models.gpt import PolicyModel
 class Cache(ABC):
     """Keys and values of all layers; a `KVCache` that the engine can write to."""
 
-    _cells: tuple[int, int]
-    """[rows, max_length] or [blocks, block_size]: a token in each."""
     place_dims: int
     """Of what lies together at a place of the slot mapping: [width] of a head, or [heads, width] of a token."""
 
     def __init__(
         self,
         layers: Sequence[LayerCache],
-        shape: Callable[[LayerCache, int], tuple[int, ...]],
         rows: int,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
-        stored: torch.dtype | None,
+        stored: torch.dtype | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> None:
-        """``shape`` of a layer's keys or values by width; ``dtype`` of the model; ``stored`` as in `KVFormat`."""
+        """``dtype`` of the model; ``stored`` as in `KVFormat`; ``grid``: by default rows and ``max_length``."""
         self.max_length = max_length
         self.dtype = dtype
         self.device = device
-        self.format = KVFormat(len(layers), layers[0].heads, dtype, stored, device)
+        self.heads = layers[0].heads
+        self.format = KVFormat(len(layers), self.heads, dtype, stored, device)
         self.rows = torch.arange(rows, device=device)
+        self.grid = grid or (rows, max_length)
+        """[rows, max_length] or [blocks, block_size]: a token in each cell."""
 
         # Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN.
         def zeros(layer: LayerCache, width: int) -> torch.Tensor:
-            return torch.zeros(shape(layer, width), dtype=self.format.storage, device=device)
+            return torch.zeros(self.shape(layer.heads, width), dtype=self.format.storage, device=device)
 
         self.keys = [zeros(layer, layer.key_width) for layer in layers]
         self.values = [zeros(layer, layer.value_width) for layer in layers]
@@ -67,8 +69,19 @@ class Cache(ABC):
         return [*self.keys, *self.values, *([] if self.routing is None else [self.routing])]
 
     @abstractmethod
+    def shape(self, heads: int, width: int) -> tuple[int, ...]:
+        """Shape of a layer's keys or values."""
+
+    @abstractmethod
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
+        """Return where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
+
+    @abstractmethod
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Copy rows, or blocks: ``destination[i]`` gets what ``source[i]`` held before any of them was changed.
+
+        Of rows no more than the first ``length`` positions.
+        """
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
@@ -81,11 +94,11 @@ class Cache(ABC):
     def hold_routing(self, layout: ModelLayout) -> None:
         """Keep the experts of every token, too."""
         dtype = {1: torch.uint8, 2: torch.int16}[layout.expert_id_bytes]
-        shape = *self._cells, len(layout.layers), layout.architecture.moe_router_topk
+        shape = *self.grid, len(layout.layers), layout.architecture.moe_router_topk
         self.routing = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `slot_mapping`, but a place a token whatever its heads; to be given to `write_routing`."""
+        """As `slot_mapping`, but one place a token whatever its heads; to be given to `write_routing`."""
         return self.slot_mapping(rows, positions)
 
     def write_routing(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
@@ -93,19 +106,11 @@ class Cache(ABC):
         self.routing.flatten(0, 1)[:, layer].index_copy_(0, cells, experts.to(self.routing.dtype))
 
     def routing_of(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """The experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each on the CPU: a host read."""
-        sizes = torch.tensor(lengths)
-        owner = torch.tensor(rows).repeat_interleave(sizes)
+        """Read the experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each, to the CPU."""
+        owner = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
         positions = torch.cat([torch.arange(length) for length in lengths])
         cells = self.cells(owner.to(self.device), positions.to(self.device))
         return self.routing.flatten(0, 1).index_select(0, cells).cpu().split(list(lengths))
-
-    @abstractmethod
-    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Row, or block, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
-
-        Of rows no more than the first ``length`` positions.
-        """
 
 
 class RowCache(Cache):
@@ -113,22 +118,13 @@ class RowCache(Cache):
 
     place_dims = 1
 
-    def __init__(
-        self,
-        layers: Sequence[LayerCache],
-        rows: int,
-        max_length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-    ) -> None:
-        def shape(layer: LayerCache, width: int) -> tuple[int, ...]:
-            return rows, layer.heads, max_length, width
+    def shape(self, heads: int, width: int) -> tuple[int, ...]:
+        rows, max_length = self.grid
+        return rows, heads, max_length, width
 
-        super().__init__(layers, shape, rows, max_length, dtype, device, stored)
-        self._cells = rows, max_length
-        heads = layers[0].heads
-        self._starts = (self.rows[:, None] * heads + torch.arange(heads, device=device)) * max_length
+    @cached_property
+    def _starts(self) -> torch.Tensor:
+        return (self.rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)) * self.max_length
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A place for each head of each token."""
@@ -163,17 +159,15 @@ class PagedCache(Cache):
         """``num_blocks`` are handed out by `set_block_table`; without it every row has all it can fill, for good."""
         per_row = -(-max_length // block_size)
         count = rows * per_row if num_blocks is None else num_blocks
-
-        def shape(layer: LayerCache, width: int) -> tuple[int, ...]:
-            return count + 1, block_size, layer.heads, width
-
-        super().__init__(layers, shape, rows, max_length, dtype, device, stored)
         self.block_size = block_size
-        self._cells = count + 1, block_size
+        super().__init__(layers, rows, max_length, dtype, device, stored, (count + 1, block_size))
         self.table = torch.zeros(rows, per_row, dtype=torch.int32, device=device)
         """[rows, blocks of the longest sequence] int32."""
         if num_blocks is None:
             self.table.copy_(torch.arange(1, count + 1).view(rows, per_row))
+
+    def shape(self, heads: int, width: int) -> tuple[int, ...]:
+        return *self.grid, heads, width
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         block = self.table[rows, positions // self.block_size]
@@ -185,12 +179,12 @@ class PagedCache(Cache):
             held[destination] = held[source]
 
     def set_block_table(self, table: array) -> None:
-        """The blocks of all rows, row after row; in one copy and in place: captured graphs hold the table's address."""
+        """Set the blocks of all rows, row after row, in one copy and in place: graphs hold the table's address."""
         self.table.copy_(torch.frombuffer(table, dtype=torch.int32).view(self.table.shape))
 
 
 def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, BlockManager, int]:
-    """The cache, its blocks, and the rows of the batch: as many as asked for, or as the budget holds.
+    """Build the cache and its blocks; also returns the rows of the batch: as asked for, or as the budget holds.
 
     Raises:
         EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
@@ -216,8 +210,8 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     return cache, blocks, rows
 
 
-def shared_out(policy: PolicyModel, options: EngineOptions, most: int) -> list[EngineOptions]:
-    """The sizes of at most ``most`` engines that together have the rows and the budget of ``options``.
+def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[EngineOptions]:
+    """Share the rows and the budget of ``options`` out to at most ``count`` engines.
 
     Fewer, where each would have less than `FEWEST_ROWS` rows, or no room for the longest sequence.
 
@@ -228,12 +222,12 @@ def shared_out(policy: PolicyModel, options: EngineOptions, most: int) -> list[E
     rows, budget, kernel = options.max_batch_size, options.cache_budget_gb, policy.attention.cache
     if kernel.layout == "rows":
         rows, budget = rows_within(budget, sequence_bytes, length, rows), None
-    most = min(most, rows // FEWEST_ROWS)
+    count = min(count, rows // FEWEST_ROWS)
     if budget is not None:
         block_size = options.block_size or kernel.block_size
         blocks = int(budget * 2**30 // (sequence_bytes * block_size // length))
-        most = min(most, blocks // (-(-length // block_size) + 1))
-    count = max(1, most)
+        count = min(count, blocks // (-(-length // block_size) + 1))
+    count = max(1, count)
     borders = [rows * part // count for part in range(count + 1)]
     share = None if budget is None else budget / count
     return [replace(options, max_batch_size=end - start, cache_budget_gb=share) for start, end in pairwise(borders)]
@@ -248,7 +242,7 @@ def _of_a_sequence(policy: PolicyModel, options: EngineOptions) -> tuple[int, in
 
 
 def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:
-    """How many of ``wanted`` sequences of ``length`` tokens fit a budget in GiB (None: all of them).
+    """Return how many of ``wanted`` sequences of ``length`` tokens fit a budget in GiB (None: all of them).
 
     Raises:
         EngineError: not even one fits.
@@ -257,7 +251,7 @@ def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wante
 
 
 def blocks_within(budget_gb: float | None, sequence_bytes: int, length: int, block_size: int, rows: int) -> int:
-    """How many blocks fit a budget in GiB beside the one of no sequence; never more than ``rows`` can fill.
+    """Return how many blocks fit a budget in GiB beside block 0; never more than ``rows`` can fill.
 
     Raises:
         EngineError: not even one sequence of ``length`` tokens fits.

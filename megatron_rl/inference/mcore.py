@@ -104,7 +104,7 @@ class McoreEngine(Engine):
             sequence.append(tuple(finished.generated_tokens), tuple(finished.generated_log_probs))
             sequence.finish("stop" if sequence.output_ids[-1] in self._stop_ids else "length")
             self.statistics.count_completion(sequence.num_generated)
-            if sequence.group.is_finished:
+            if not sequence.group.open_sequences:
                 completed.append(sequence.group.completed(self._policy_version))
         return completed
 

@@ -75,7 +75,7 @@ class ModelRunner:
     # -- prompts -------------------------------------------------------------------------------
 
     def prefill(self, chunks: ListOf[Chunk], modes: SamplingModes) -> Pausing:
-        """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete."""
+        """Compute prompts laid end to end, and draw the first token of every sequence whose prompt is complete."""
         self._copy_prefixes(chunks)
         for batch in self.passes(chunks):
             ids, positions = self._feed(batch)
@@ -90,7 +90,7 @@ class ModelRunner:
 
     @staticmethod
     def passes(chunks: ListOf[Chunk]) -> list[list[Chunk]]:
-        """First chunks attend to themselves alone; what begins in the cache takes a second pass."""
+        """Split chunks into passes: what begins in the cache takes a second pass."""
         batches = [c for c in chunks if c.start == 0], [c for c in chunks if c.start > 0]
         return [batch for batch in batches if batch]
 
@@ -101,7 +101,7 @@ class ModelRunner:
             self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
 
     def _copy_prefixes(self, chunks: ListOf[Chunk]) -> None:
-        """First of all, for a later pass may write over what is copied; and one by one, for they may build on others.
+        """Copy reused beginnings before any pass, which may write over them; one by one, as they may build on others.
 
         Rows that are not decoded, but computed, must write behind what they hold now.
         """
@@ -110,7 +110,7 @@ class ModelRunner:
             self.state.idle([row for _, row, _ in copies], [length for _, _, length in copies])
 
     def _feed(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions [T] of the chunks, for which the context is made ready.
+        """Return ids and positions [T] of the chunks, and make the context ready for them.
 
         The forward pass gives the logits of the last token of each; those of a few more rows may follow.
         """
@@ -124,7 +124,7 @@ class ModelRunner:
         return self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]]), positions
 
     def _begin(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, list[int]]:
-        """After the forward pass: the rows whose sequences draw now, and the place of each one's chunk."""
+        """Return, after the forward pass, the rows whose sequences draw now, and the place of each one's chunk."""
         # Rows write to the cache while their prompts are computed: where the last token comes, they do no harm.
         held = [(row, len(chunk.token_ids) - 1) for chunk in chunks if not chunk.is_last for row in chunk.rows]
         if held:
@@ -140,7 +140,7 @@ class ModelRunner:
     def _first_tokens(
         self, logits: torch.Tensor, rows: torch.Tensor, places: ListOf[int], modes: SamplingModes
     ) -> Drawn:
-        """What ``rows`` draw from the ``places`` in ``logits``."""
+        """Draw for ``rows`` from the ``places`` in ``logits``."""
         sampling = self.state.sampling(rows, modes)
         numbers = uniform(sampling.seeds, self.state.position[rows] + 1)
         return self._sampler(logits.index_select(0, self._to_device(places)), numbers, sampling)
@@ -165,7 +165,7 @@ class ModelRunner:
                     part()
 
     def _decode(self, rows: int, steps: int, computes: Iterator[Compute]) -> Pausing:
-        """`decode`, each step by one of ``computes``; what was drawn is recorded at the end."""
+        """Do decode steps, each by one of ``computes``; what was drawn is recorded at the end."""
         messages = self._messages
         token, drawn = self.state.token[:rows], list[Drawn]()
         for step, compute in enumerate(computes):
@@ -194,7 +194,7 @@ class ModelRunner:
             yield
 
     def _through(self, ids: torch.Tensor, compute: Compute) -> Generator[None, None, Any]:
-        """This rank's chunks of the forward pass of ``ids`` [N]; what the model's last one gives, else None."""
+        """Run this rank's chunks of layers on ``ids`` [N]; returns what the model's last one gives, else None."""
         messages = self._messages
         for chunk in range(len(self._chunks)):
             if chunk:
@@ -209,13 +209,13 @@ class ModelRunner:
         return None
 
     def _draws(self, chunk: int) -> bool:
-        """Whether it is the model's last one."""
+        """Whether the chunk is the model's last one."""
         return self._messages.is_last and chunk == len(self._chunks) - 1
 
     # -- what computes each step: eager, or by graphs ------------------------------------------
 
     def _eager(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
-        """With what the steps have in common computed once."""
+        """Yield a computation for each step; what the steps have in common is computed once."""
         state, context = self.state, self.context
         positions = state.positions_ahead(rows, steps, context.max_sequence_length)
         context.begin_decode(positions, key_length)
@@ -232,7 +232,7 @@ class ModelRunner:
         return self._sampler(leaving, numbers, sampling) if self._draws(chunk) else leaving
 
     def _replayed(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
-        """Through the buffers that graphs know."""
+        """Yield a computation for each step, through the buffers that graphs know."""
         for step in range(steps):
             yield partial(self._replay, step, rows, key_length + step, modes)
 
@@ -251,7 +251,7 @@ class ModelRunner:
 
     @property
     def parts(self) -> list[Part]:
-        """What a decode step is made of, in this order, for `DecodeGraphs`: all of it, or on a stage a chunk each."""
+        """List what a decode step is made of, for `DecodeGraphs`: all of it, or on a stage a chunk each."""
         return [self._whole] if self._is_alone else [partial(self._part, chunk) for chunk in range(len(self._chunks))]
 
     def _whole(self, rows: int, key_length: int, modes: SamplingModes) -> None:
@@ -272,5 +272,5 @@ class ModelRunner:
             self._leaving[:rows] = leaving
 
     def _entry(self, chunk: int) -> torch.Tensor:
-        """The buffer of what enters."""
+        """The buffer of what enters ``chunk``."""
         return self.state.token if self._messages.is_first and chunk == 0 else self._entering

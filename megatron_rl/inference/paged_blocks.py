@@ -30,7 +30,7 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """All blocks are free, and nothing is known."""
+        """Free all blocks, and forget their contents."""
         self._free = list(range(self.count, 0, -1))
         self._holders = [0] * (self.count + 1)
         self._known: dict[_Content, tuple[int, int]] = {}
@@ -56,7 +56,7 @@ class BlockPool:
         return block in self._idle
 
     def take(self, number: int) -> list[int]:
-        """Blocks to write to; there must be as many `available`."""
+        """Take blocks to write to; there must be as many `available`."""
         taken = []
         for _ in range(number):
             if self._free:
@@ -69,13 +69,13 @@ class BlockPool:
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One holder more."""
+        """Count one holder more of each block."""
         for block in blocks:
             self._holders[block] += 1
             self._idle.pop(block, None)
 
     def give_back(self, blocks: ListOf[int]) -> None:
-        """One holder less. The last blocks of a sequence go first: without those before them they are useless."""
+        """Count one holder less. The last blocks go first: without those before them they are useless."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -85,11 +85,11 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, token_ids: tuple[int, ...]) -> list[int]:
-        """The blocks that hold the beginning of ``token_ids``, as far as it is known; not yet held for it."""
+        """Find the blocks that hold the beginning of ``token_ids``, as far as it is known; they are not yet held."""
         return [block for _, block in self._chain(token_ids)]
 
     def remember(self, token_ids: tuple[int, ...], blocks: ListOf[int]) -> None:
-        """``blocks`` hold ``token_ids``; the full ones among them can be found from now on."""
+        """Note that ``blocks`` hold ``token_ids``; the full ones among them can be found from now on."""
         known, size = self._chain(token_ids), self.block_size
         before = known[-1][0] if known else 0
         for index in range(len(known), len(token_ids) // size):
@@ -102,7 +102,7 @@ class BlockPool:
             self._next_number += 1
 
     def _chain(self, token_ids: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Serial numbers and blocks of what is known of the beginning."""
+        """List serial numbers and blocks of what is known of the beginning."""
         found: list[tuple[int, int]] = []
         size, before = self.block_size, 0
         for start in range(0, len(token_ids) - size + 1, size):
@@ -155,7 +155,7 @@ class PagedBlocks(BlockManager):
         return Allocation(count, len(found) * pool.block_size)
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
-        """Only the last block, where the prompt does not fill it, is each sequence's own."""
+        """Copy the last block where the prompt does not fill it; the others are shared."""
         full, rest = divmod(length, self.pool.block_size)
         own = [sequence.block_table[full] for sequence in sequences] if rest else []
         return tuple((own[0], block, length) for block in own[1:])
@@ -173,7 +173,7 @@ class PagedBlocks(BlockManager):
         return True
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        """Whatever is known is kept until it is needed."""
+        """Keep the contents of the blocks until their room is needed."""
         self.remember([sequence], token_ids)
         self.pool.give_back(sequence.block_table)
         self._write_row(sequence.row, [])
@@ -181,7 +181,7 @@ class PagedBlocks(BlockManager):
         del self._sequences[sequence.row]
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        """Rows of the table change places and nothing is copied."""
+        """Change rows of the table; nothing is copied."""
         for source, _ in moves:
             self._write_row(source, [])
             sequence = self._sequences.pop(source)
@@ -206,7 +206,7 @@ class PagedBlocks(BlockManager):
         return found if len(found) * size >= FEWEST_REUSED else []
 
     def _needed(self, sequence: Sequence, lookahead: int) -> tuple[int, int]:
-        """Blocks that a sequence takes now, and blocks to promise it.
+        """Return the blocks that a sequence takes now, and the blocks to promise it.
 
         The last token drawn is not fed, so it takes no room. A sequence that was preempted comes back when all of it
         fits, lest it be preempted again.
@@ -218,7 +218,7 @@ class PagedBlocks(BlockManager):
         return soon, max(soon, self._blocks_for(longest if careful else expected))
 
     def _fitting(self, count: int, first: Sequence, shared: int, soon: int, later: int) -> int:
-        """How many of ``count`` may be admitted, if they take ``shared`` blocks together and the others each."""
+        """Return how many of ``count`` may be admitted, at ``shared`` blocks together, ``soon`` and ``later`` each."""
         limit = self.pool.count * (1.0 if first.preempted else self._overcommit)
         promised = sum(max(0, s.blocks_promised - len(s.block_table)) for s in self._sequences.values())
         free = self.pool.available - shared

@@ -13,26 +13,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as ListOf
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.inference.batch_state import BatchState
+from megatron_rl.inference.batch_state import BatchState, OutputProcessor
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
-from megatron_rl.inference.graphs import graphs_of, possible_graphs
+from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
 from megatron_rl.inference.kv_cache import build_cache
-from megatron_rl.inference.lockstep import Passes, drop_unequal_graphs
 from megatron_rl.inference.model_runner import ModelRunner
-from megatron_rl.inference.output_processor import OutputProcessor
 from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
-from megatron_rl.platform.collectives import OneStage, StageMessages
+from megatron_rl.platform.collectives import OneStage, StageMessages, max_over
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.types import Completed, Request
+
+
+class Passes(NamedTuple):
+    """The passes of an engine step: of one rank, or the largest numbers of all ranks that share experts.
+
+        rank 0   prefill  decode  decode  decode
+        rank 1      -     decode  decode     -          - : a token of nothing through the experts alone
+
+    Such ranks make all passes together, so they exchange these numbers before every step. Who has fewer joins in the
+    others' passes with a token that nobody reads. With CUDA graphs the decode steps of all ranks are alike in steps,
+    rows, key length and sampling modes, the other rows of a rank idle: so all replay, and capture, the same graphs.
+    """
+
+    prefills: int
+    """Over prompts."""
+    rows: int = 1
+    """Of a decode step: the first of the batch. A rank without sequences joins in with one token."""
+    key_length: int = 0
+    """Of the first decode step: see `ModelRunner.decode`."""
+    steps: int = 0
+    """Decode steps until the host reads."""
+    modes: SamplingModes = SamplingModes()
+
+    def of_all(self, lockstep_group: dist.ProcessGroup) -> Passes:
+        """Return the largest numbers of any rank; collective."""
+        own = self._asdict() | self.modes._asdict()
+        del own["modes"]
+        largest = {name: int(number) for name, number in max_over(own, lockstep_group).items()}
+        modes = SamplingModes(*(bool(largest.pop(name)) for name in SamplingModes._fields))
+        return Passes(**largest, modes=modes)
 
 
 class RolloutEngine(Engine):
@@ -96,27 +127,27 @@ class RolloutEngine(Engine):
         return None
 
     def _step(self) -> Generator[None, None, list[Completed]]:
-        """What `step` does; it pauses where another pipeline stage has to work first."""
+        """Do a step, and pause where another pipeline stage has to work first."""
         chunks, running, own = self._schedule()
-        most = own if self._lockstep_group is None else own.most(self._lockstep_group)
-        decode = own if self.runner.graphs is None else most  # graphs are replayed by all ranks alike
+        of_all = own if self._lockstep_group is None else own.of_all(self._lockstep_group)
+        decode = own if self.runner.graphs is None else of_all  # graphs are replayed by all ranks alike
         for sequence in running:
             sequence.num_generated += decode.steps
-        if not most.prefills and not most.steps:
+        if not of_all.prefills and not of_all.steps:
             yield  # no rank has anything here: other lanes go on
 
         self.runner.context.shared_rows = None
         yield from self.runner.prefill(chunks, own.modes)
-        yield from self.runner.join(most.prefills - own.prefills)
-        self.runner.context.shared_rows = self._shared_rows(most)
+        yield from self.runner.join(of_all.prefills - own.prefills)
+        self.runner.context.shared_rows = self._shared_rows(of_all)
         if decode.steps:
             yield from self.runner.decode(decode.rows, decode.key_length, decode.steps, decode.modes)
-        yield from self.runner.join(most.steps - decode.steps)
+        yield from self.runner.join(of_all.steps - decode.steps)
 
         return self._postprocess(running) if running else []
 
     def _schedule(self) -> tuple[list[Chunk], list[Sequence], Passes]:
-        """Make room, admit sequences; what of their prompts is computed now, who decodes, and in which passes."""
+        """Make room and admit sequences; returns what of prompts is computed now, who decodes, and in which passes."""
         self._drop_cancelled()
         preempted = self._scheduler.make_room()
         self._outputs.save(preempted)
@@ -130,13 +161,13 @@ class RolloutEngine(Engine):
             self.statistics.prefill_tokens += chunk.num_tokens
             self.statistics.reused_tokens += chunk.reused
             for sequence in chunk.sequences if chunk.reused and not chunk.sequences[0].preempted else ():
-                sequence.cached_tokens = chunk.reused
+                sequence.output = replace(sequence.output, cached_tokens=chunk.reused)
             self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
         running = self._scheduler.running
         return chunks, running, self._passes(chunks, running)
 
     def _passes(self, chunks: ListOf[Chunk], running: ListOf[Sequence]) -> Passes:
-        """Up to k decode steps of the rows ``0 .. n - 1``, of which the last runs; none where all end with a prompt."""
+        """Plan up to k decode steps of rows ``0 .. n - 1``, of which the last runs; none where prompts end all."""
         prefills = len(self.runner.passes(chunks))
         modes = SamplingModes.of(group.request.sampling for group in self._groups.values())
         steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read())
@@ -149,18 +180,18 @@ class RolloutEngine(Engine):
         self.statistics.decode_rows += steps * rows
         return Passes(prefills, rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, modes)
 
-    def _shared_rows(self, most: Passes) -> int | None:
+    def _shared_rows(self, of_all: Passes) -> int | None:
         """See `RolloutPlan`: with graphs all ranks have as many."""
         if self._lockstep_group is None:
             return 0 if self._is_staged else None
-        return most.rows if self.runner.graphs is None else 0
+        return of_all.rows if self.runner.graphs is None else 0
 
     def _drop_cancelled(self) -> None:
-        cancelled = [group for group in self._groups.values() if group.request.call in self._cancelled]
+        cancelled = [group for group in self._groups.values() if group.request.place.call in self._cancelled]
         self._cancelled.clear()
         for group in cancelled:
             del self._groups[group.number]
-        unfinished = [s for g in cancelled for s in g.sequences if s.status is not SequenceStatus.FINISHED]
+        unfinished = [sequence for group in cancelled for sequence in group.open_sequences]
         rows = [sequence.row for sequence in unfinished if sequence.status is not SequenceStatus.WAITING]
         for sequence in unfinished:
             self._scheduler.drop(sequence)
@@ -168,7 +199,7 @@ class RolloutEngine(Engine):
             self.runner.state.idle(rows)
 
     def _steps_per_read(self) -> int:
-        """How many steps until the host looks for rows that have ended.
+        """Return how many steps to do until the host looks for rows that have ended.
 
         Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
         as a row in 8 may have ended, going by those that have. Stop strings are looked for in the text, which
@@ -181,14 +212,14 @@ class RolloutEngine(Engine):
         return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
     def _postprocess(self, running: ListOf[Sequence]) -> list[Completed]:
-        """The one host read; frees the rows that have ended, closes holes, returns the requests that are complete."""
+        """Read once, free the rows that have ended and close holes; returns the requests that are complete."""
         self.statistics.host_reads += 1
         finished = self._outputs.finish(running)
-        self._read_routing([sequence for sequence in finished if sequence.request.wants_routing])
+        self._read_routing([sequence for sequence in finished if sequence.request.hints.wants_routing])
         for sequence in finished:
             self._scheduler.free(sequence)
             self.statistics.count_completion(sequence.num_drawn)
-        complete = [group for group in dict.fromkeys(s.group for s in finished) if group.is_finished]
+        complete = [group for group in dict.fromkeys(s.group for s in finished) if not group.open_sequences]
         for group in complete:
             del self._groups[group.number]
         moves, copies = self._scheduler.compact()
@@ -198,7 +229,7 @@ class RolloutEngine(Engine):
         return [group.completed(self._policy_version) for group in complete]
 
     def _read_routing(self, finished: ListOf[Sequence]) -> None:
-        """While their rows still hold what was recorded of them; the last token was not fed."""
+        """Read the experts while the rows still hold them; the last token was not fed, so it has none."""
         if not finished:
             return
         self.statistics.host_reads += 1
@@ -206,7 +237,7 @@ class RolloutEngine(Engine):
         routing = self.cache.routing_of([sequence.row for sequence in finished], lengths)
         for sequence, known in zip(finished, routing, strict=True):
             unknown = known.new_full((1, *known.shape[1:]), torch.iinfo(known.dtype).max)
-            sequence.routing = torch.cat((known, unknown))
+            sequence.output = replace(sequence.output, routing=torch.cat((known, unknown)))
 
     # -- what else an `Engine` does ------------------------------------------------------------
 
@@ -223,15 +254,15 @@ class RolloutEngine(Engine):
             EngineError: see `EngineOptions.check`.
         """
         self._options.check(request)
-        source, samples = request.source, range(request.first_sample, request.first_sample + request.num_samples)
+        source, first, branch = request.source, request.place.first_sample, request.place.branch
+        samples = range(first, first + request.num_samples)
         key = self._seed, source.environment, source.task.id, source.epoch
-        branch = (request.branch,) if request.branch else ()
+        branch = (branch,) if branch else ()
         group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
         self._groups[group.number] = group
         self._submitted += 1
-        for sequence in group.sequences:
-            if sequence.status is not SequenceStatus.FINISHED:
-                self._scheduler.add(sequence)
+        for sequence in group.open_sequences:
+            self._scheduler.add(sequence)
 
     def cancel(self, calls: Collection[int]) -> None:
         self._cancelled.update(calls)
@@ -242,13 +273,13 @@ class RolloutEngine(Engine):
 
     @property
     def expected_tokens(self) -> int:
-        """That the unfinished requests will probably draw."""
+        """Tokens that the unfinished requests will probably draw."""
         requests = [group.request for group in self._groups.values()]
-        return sum(r.num_samples * (r.expected_tokens or r.sampling.max_new_tokens) for r in requests)
+        return sum(r.num_samples * (r.hints.expected_tokens or r.sampling.max_new_tokens) for r in requests)
 
     @property
     def is_under_way(self) -> bool:
-        """It is amid a step."""
+        """Whether it is amid a step."""
         return self._paused is not None
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
@@ -260,8 +291,7 @@ class RolloutEngine(Engine):
         running = self._scheduler.running
         self._outputs.save(running)  # one read: their tokens are on the device alone
         self.statistics.host_reads += len(running) > 0
-        unfinished = [s for group in self._groups.values() for s in group.sequences if s.finish_reason is None]
-        for sequence in unfinished:
+        for sequence in (sequence for group in self._groups.values() for sequence in group.open_sequences):
             if sequence.num_drawn:
                 self.statistics.count_completion(sequence.num_drawn)
         requests = [group.unfinished(self._policy_version) for group in self._groups.values()]

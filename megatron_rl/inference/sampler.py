@@ -33,7 +33,7 @@ class SamplingModes(NamedTuple):
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingModes:
-        """Of all requests under way."""
+        """Return what any of the requests needs."""
         params = list(params)
         return cls(
             greedy=any(p.greedy for p in params),

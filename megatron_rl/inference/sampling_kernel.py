@@ -1,7 +1,7 @@
 """The draw of `sampler.draw` on a GPU, in two kernels that read the logits once: the vocabulary in chunks of 4096.
 
     chunks   largest logit, where it is, sum of exp   [N, chunks]
-    pick     the chunk that the number falls into, then the token within it
+    select   the chunk that the number falls into, then the token within it
 
 Adding up a row of 150,000 columns with ``cumsum`` is 149 passes of one block of threads, whatever the batch. Importing
 this module imports Triton. Its twin in plain torch is `sampler.draw_by_columns`; tokens differ where a number falls
@@ -37,7 +37,7 @@ def draw_by_chunks(
     chunks_kernel[(rows, chunks)](
         logits, temperature, largest, sums, places, columns, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=8
     )
-    pick_kernel[(rows,)](
+    select_kernel[(rows,)](
         logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs,
         columns, logits.stride(0), chunks, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip
@@ -71,7 +71,7 @@ def chunks_kernel(logits, temperature, largest, sums, places, columns, stride, c
     do_not_specialize=["columns", "stride", "chunks"],
     do_not_specialize_on_alignment=["logits", "numbers", "temperature", "greedy", "largest", "sums", "places"],
 )
-def pick_kernel(
+def select_kernel(
     logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, columns, stride, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip

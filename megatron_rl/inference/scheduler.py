@@ -30,12 +30,12 @@ class Chunk:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of the sequences."""
+        """The rows of the sequences."""
         return tuple(sequence.row for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
-        """Computed now."""
+        """Number of tokens computed now."""
         return self.end - self.start
 
     @property
@@ -82,7 +82,7 @@ class Scheduler:
     # -- prompts -------------------------------------------------------------------------------
 
     def plan(self) -> list[Chunk]:
-        """What to prefill now: the next chunks of prompts under way, then new prompts within the budget.
+        """Choose what to prefill: the next chunks of prompts under way, then new prompts within the budget.
 
         While sequences run it waits until an eighth of the rows are free: a prefill for every single free row would
         cost more than the rows it fills.
@@ -104,7 +104,7 @@ class Scheduler:
         return chunks
 
     def _admit(self, left: int, alone: bool) -> Chunk | None:
-        """Rows for the first in the queue and those that share its prompt; None when it has to wait."""
+        """Give rows to the first in the queue and those that share its prompt; None when it has to wait."""
         first = self._waiting[0]
         token_ids = first.prefill_ids
         if not alone and len(token_ids) - self._blocks.num_cached(token_ids) > left:
@@ -129,7 +129,7 @@ class Scheduler:
         return next(rest)
 
     def _chunks(self, sequences: list[Sequence], allocation: Allocation) -> Iterator[Chunk]:
-        """Their prompt in chunks of one size: a short last one would take another way through the processor.
+        """Yield their prompt in chunks of one size: a short last one would take another way through the processor.
 
         With the last chunk the sequences have drawn their first tokens.
         """
@@ -153,7 +153,7 @@ class Scheduler:
     # -- decoding ------------------------------------------------------------------------------
 
     def make_room(self) -> list[Sequence]:
-        """Blocks for what is drawn before the host looks again; returns the running sequences preempted for it.
+        """Provide blocks until the next host read; returns the running sequences preempted for them.
 
         The sequence with the fewest generated tokens is preempted; the one with the most never is, so work is finished
         in the end. All of them wait again; what was drawn is still to be read from their rows.
@@ -183,11 +183,11 @@ class Scheduler:
         return []
 
     def free(self, sequence: Sequence) -> None:
-        """It has finished; its last token was drawn, but not fed."""
+        """Release a finished sequence; its last token was drawn, but not fed."""
         self._release(sequence, sequence.prefill_ids[:-1])
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget one that is not finished. Its tokens that only the device knows are not read for the cache's sake."""
+        """Forget a sequence that is not finished. Tokens that only the device knows are not read."""
         if sequence.status is SequenceStatus.RUNNING:
             self._release(sequence, sequence.prefill_ids)
             return
@@ -196,7 +196,7 @@ class Scheduler:
         self._waiting.remove(sequence)
 
     def compact(self) -> tuple[list[tuple[int, int]], Copies]:
-        """Moves (from, to) of rows that close the holes, and the copies in the cache that they take.
+        """Close holes between rows; returns the moves (from, to) and the copies in the cache that they take.
 
         None while a sequence is about to fill the holes, or less than a row in 32 idles: a row's move costs less than
         computing it once more, on a CPU a third of that at 256 x 6.
@@ -223,6 +223,6 @@ class Scheduler:
         self._blocks.clear()
 
     def _release(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        """The cache holds ``token_ids`` of it."""
+        """Free row and blocks; the cache holds ``token_ids`` of the sequence."""
         del self._rows[sequence.row]
         self._blocks.free(sequence, token_ids)

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from megatron_rl.types import Completed, Completion, FinishReason, Request
-
-if TYPE_CHECKING:
-    import torch
 
 
 class SequenceStatus(Enum):
@@ -47,28 +43,26 @@ class Sequence:
     """Blocks that it may come to have."""
     num_generated: int = 0
     """Tokens drawn. A row that has ended counts on until the host reads it."""
-    output_ids: tuple[int, ...] = ()
-    """Tokens drawn, as far as they were read: at a preemption, and at the end."""
-    logprobs: tuple[float, ...] = ()
-    """One for each of ``output_ids``."""
-    routing: torch.Tensor | None = None
-    """Of a finished sequence, see `Completion.routing`."""
-    cached_tokens: int = 0
-    """See `Completion.cached_tokens`."""
-    finish_reason: FinishReason | None = None
+    output: Completion = Completion((), (), None, policy_version=0)
+    """What was drawn, as far as it was read: at a preemption, and at the end. `completion` stamps the version."""
     preempted: bool = False
     """It was in the cache before: it made room for others, or was interrupted in an earlier rollout."""
 
     def __post_init__(self) -> None:
         self.request: Request = self.group.request  # asked for often, so no property
-        self.begun: Completion | None = self.request.begun[self.sample] if self.request.begun else None
-        """What was drawn of it in an earlier rollout."""
-        if self.begun is not None:
-            self.output_ids, self.logprobs = self.begun.token_ids, self.begun.inference_logprobs
+        if self.request.so_far:
+            self.output = self.request.so_far[self.sample]
             self.num_generated = len(self.output_ids)
             self.preempted = bool(self.output_ids)
-            if self.begun.finish_reason is not None:
-                self.finish(self.begun.finish_reason)
+            if self.output.finish_reason is not None:
+                self.status = SequenceStatus.FINISHED
+        self._before = self.output
+        """What was drawn of it in earlier rollouts."""
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """Tokens drawn, as far as they were read."""
+        return self.output.token_ids
 
     @property
     def prefill_ids(self) -> tuple[int, ...]:
@@ -77,7 +71,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Of the last token drawn, which is fed next."""
+        """Position of the last token drawn, which is fed next."""
         return len(self.request.prompt_ids) + self.num_generated - 1
 
     @property
@@ -95,7 +89,7 @@ class Sequence:
         """Tokens it will probably draw, never more than ``remaining``."""
         if self.num_generated:
             return self.remaining
-        return max(1, min(self.remaining, self.request.expected_tokens or self.remaining))
+        return max(1, min(self.remaining, self.request.hints.expected_tokens or self.remaining))
 
     @property
     def priority(self) -> tuple[int, int, int]:
@@ -103,7 +97,7 @@ class Sequence:
 
         Among equals the longest, so that none begins alone at the end.
         """
-        urgency = 0 if self.preempted else 1 if self.request.turn else 2
+        urgency = 0 if self.preempted else 1 if self.request.place.turn else 2
         return urgency, -self.expected, self.group.number
 
     def preempt(self) -> None:
@@ -111,32 +105,34 @@ class Sequence:
         self.status, self.preempted = SequenceStatus.WAITING, True
 
     def append(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
-        """Tokens that were read."""
-        self.output_ids += token_ids
-        self.logprobs += logprobs
+        """Add tokens that were read."""
+        self.output = replace(
+            self.output,
+            token_ids=self.output.token_ids + token_ids,
+            inference_logprobs=self.output.inference_logprobs + logprobs,
+        )
 
     def finish(self, reason: FinishReason) -> None:
-        """``output_ids`` are complete."""
-        self.status, self.finish_reason, self.num_generated = SequenceStatus.FINISHED, reason, len(self.output_ids)
+        """End the sequence with the tokens that it has."""
+        self.output = replace(self.output, finish_reason=reason)
+        self.status, self.num_generated = SequenceStatus.FINISHED, len(self.output_ids)
 
     @property
     def num_drawn(self) -> int:
         """Tokens drawn since it was submitted."""
-        return self.num_generated - (0 if self.begun is None else len(self.begun.token_ids))
+        return self.num_generated - len(self._before.token_ids)
 
     def completion(self, policy_version: int) -> Completion:
-        """As far as it was read; what was drawn since it was submitted is by ``policy_version``."""
-        before, older = self.begun, ()
-        if before is not None and before.token_ids:
-            if self.num_drawn == 0:
-                return before
-            older = before.older
-            if before.policy_version != policy_version:
-                older += ((before.policy_version, len(before.token_ids)),)
-        return Completion(
-            self.output_ids, self.logprobs, self.finish_reason, policy_version, routing=self.routing, older=older,
-            cached_tokens=self.cached_tokens,
-        )  # fmt: skip
+        """Return what was read; what was drawn since it was submitted is by ``policy_version``."""
+        before = self._before
+        if not before.token_ids:
+            return replace(self.output, policy_version=policy_version)
+        if self.num_drawn == 0:
+            return before
+        earlier = before.older
+        if before.policy_version != policy_version:
+            earlier += ((before.policy_version, len(before.token_ids)),)
+        return replace(self.output, policy_version=policy_version, older=earlier)
 
 
 class SequenceGroup:
@@ -149,14 +145,14 @@ class SequenceGroup:
         self.sequences = [Sequence(self, sample, seed) for sample, seed in enumerate(seeds)]
 
     @property
-    def is_finished(self) -> bool:
-        """All samples are."""
-        return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+    def open_sequences(self) -> list[Sequence]:
+        """Those that are not finished."""
+        return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
 
     def completed(self, policy_version: int) -> Completed:
-        """Of a finished group."""
+        """Return the completions of a finished group."""
         return self.request, tuple(sequence.completion(policy_version) for sequence in self.sequences)
 
     def unfinished(self, policy_version: int) -> Request:
-        """The request, to go on from what was read of its samples."""
-        return replace(self.request, begun=tuple(sequence.completion(policy_version) for sequence in self.sequences))
+        """Return the request, to go on from what was read of its samples."""
+        return replace(self.request, so_far=tuple(sequence.completion(policy_version) for sequence in self.sequences))

@@ -9,7 +9,7 @@ last one to the first; before the host reads, the last stage tells all what was 
 same decisions in the same order, and nothing else has to be agreed on.
 
 Copies of the model that share experts advance their lanes together: whoever has fewer passes joins in the others' by
-the experts of its stage alone, and without a message to another stage (see `lockstep`).
+the experts of its stage alone, and without a message to another stage (see `rollout_engine.Passes`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
-from megatron_rl.inference.graphs import possible_graphs
+from megatron_rl.inference.graphs import drop_unequal_graphs, possible_graphs
 from megatron_rl.inference.kv_cache import shared_out
-from megatron_rl.inference.lockstep import drop_unequal_graphs
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.collectives import StageMessages
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.types import Completed, Request
+from megatron_rl.types import Completed, Completion, Request, RolloutGroup
 
 
 class StagedEngine(Engine):
@@ -69,8 +69,8 @@ class StagedEngine(Engine):
             EngineError: see `EngineOptions.check`.
         """
         # A harness's samples begin one by one, so each has a lane; the others' begin together.
-        conversation = request.index, 0 if request.call is None else request.first_sample
-        lane = self._lane_of.get(conversation) if request.turn else None
+        conversation = request.index, 0 if request.place.call is None else request.place.first_sample
+        lane = self._lane_of.get(conversation) if request.place.turn else None
         lane = lane or min(self.lanes, key=lambda lane: lane.expected_tokens)
         lane.submit(request)
         self._lane_of[conversation] = lane
@@ -81,7 +81,7 @@ class StagedEngine(Engine):
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Of all lanes."""
+        """Sum of all lanes."""
         return sum((lane.statistics for lane in self.lanes), EngineStatistics())
 
     @property
@@ -89,7 +89,7 @@ class StagedEngine(Engine):
         return any(lane.has_unfinished for lane in self.lanes)
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        """Of lanes between two steps: amid one the rows do not have yet what their sequences count."""
+        """See `Engine`. Lanes amid a step are left out: their rows do not have yet what their sequences count."""
         return [shown for lane in self.lanes if not lane.is_under_way for shown in lane.unfinished_tokens(wanted)]
 
     @property
@@ -102,7 +102,7 @@ class StagedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
-        """Until one lane has finished a step of its own. The others stay under way, so that the pipeline is full.
+        """Advance lanes until one has finished its step. The others stay under way, so that the pipeline is full.
 
         Collective over the lockstep group where copies share experts: all of them advance the same lanes.
         """
@@ -116,7 +116,7 @@ class StagedEngine(Engine):
 
     @torch.inference_mode()
     def interrupt(self) -> list[Request]:
-        finished = [replace(request, begun=completions) for request, completions in self._end_steps()]
+        finished = [replace(request, so_far=completions) for request, completions in self._end_steps()]
         return finished + [request for lane in self.lanes for request in lane.interrupt()]
 
     @torch.inference_mode()
@@ -126,10 +126,54 @@ class StagedEngine(Engine):
             lane.abort()
 
     def _end_steps(self) -> list[Completed]:
-        """Messages under way are received: the next rollout would take them for its own. What is complete with it."""
+        """Receive messages under way, which the next rollout would take for its own; returns what completes."""
         complete: list[Completed] = []
         while any(lane.is_under_way for lane in self.lanes):
             if self._next[0].is_under_way:
                 complete += self._next[0].advance() or []
             self._next.rotate(-1)
         return complete
+
+
+@dataclass(frozen=True)
+class StagedRouting:
+    """Between the layers of this stage and those of the model."""
+
+    own: tuple[int, ...]
+    """This stage's, counted from 0 over the model, in the order of `Completion.routing`."""
+    layers: int
+    """Of the model."""
+    groups: ParallelGroups
+
+    def whole(self, group: RolloutGroup) -> RolloutGroup:
+        """Return ``group`` with the experts of all layers; collective over the model copy.
+
+        Not over its stages: between two reads of the host the last stage is ahead of the others.
+        """
+
+        def gathered(routing: torch.Tensor) -> torch.Tensor:
+            every = routing.new_zeros(routing.shape[0], self.layers, routing.shape[2])
+            if self.groups.tensor_group.rank() == 0:  # the others have the same
+                every[:, list(self.own)] = routing
+            dist.all_reduce(every.view(torch.uint8), group=self.groups.model_group)  # a byte is of one stage
+            return every
+
+        return _changed(group, gathered)
+
+    def part(self, group: RolloutGroup) -> RolloutGroup:
+        """Return ``group`` with the experts of this stage's layers alone."""
+        return _changed(group, lambda routing: routing[:, list(self.own)])
+
+
+def _changed(group: RolloutGroup, change: Callable[[torch.Tensor], torch.Tensor]) -> RolloutGroup:
+    if any(completion.routing is None for rollout in group.rollouts for completion in rollout.completions):
+        return group
+
+    def changed(completion: Completion) -> Completion:
+        return replace(completion, routing=change(completion.routing))
+
+    rollouts = []
+    for rollout in group.rollouts:
+        branches = tuple(replace(branch, completion=changed(branch.completion)) for branch in rollout.branches)
+        rollouts.append(replace(rollout, completion=changed(rollout.completion), branches=branches))
+    return replace(group, rollouts=tuple(rollouts))

@@ -1,4 +1,4 @@
-"""From completions to graded groups: every sample is a conversation, and one turn is all that most have.
+"""From completions to graded groups: most samples are one answer, conversations have several turns.
 
     turn 1 of a group ─► judged ─┬─► done: the sample has its grade
             (one prefill)        └─► reply ─► prompt + turn 1 + reply ─► turn 2 ─► judged ─► ...
@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import EnvironmentFault
+from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.finished import FinishedGroups
-from megatron_rl.rollout.trace import Trace
+from megatron_rl.rollout.journal import FinishedGroups
+from megatron_rl.rollout.trace import extended
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Grade, Item, Request, Rollout, Transcript, Turn
+from megatron_rl.types import Completion, Grade, Item, Place, Request, Rollout, Transcript, Turn
 
 GradeFunction = Callable[[str, Sequence[Item]], Awaitable[Sequence[Grade]]]
 """(environment, samples or turns of a group) -> one grade each; never raises for a bad sample."""
+
 
 @dataclass(frozen=True)
 class ConversationSettings:
@@ -37,38 +39,30 @@ class ConversationSettings:
 
 @dataclass
 class _Conversation:
-    """One sample."""
+    """One sample whose environment has to answer."""
 
     request: Request
     sample: int
-    trace: Trace = field(default_factory=Trace)
-    turns: int = 0
-    """The model's, answered."""
+    said: Completion
+    """All turns so far; of a single answer that is all."""
+    last: Completion
+    """The last turn alone."""
+    turns: int = 1
     state: Any = None
-    last: Completion | None = None
-
-    def __post_init__(self) -> None:
-        self.trace.begin(0, None, self.request.prompt_ids)
+    reply: Sequence[int] = ()
+    """What the model reads before its next turn."""
 
     @property
-    def length(self) -> int:
-        return self.trace.length(self.turns - 1)
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and turns."""
+        return self.request.prompt_ids + self.said.token_ids
 
     def add_turn(self, turn: Completion) -> None:
-        self.trace.answer(self.turns, turn)
+        self.said, self.last = extended(self.said, self.reply, turn), turn
         self.turns += 1
-        self.last = turn
-
-    def add_reply(self, reply: Sequence[int]) -> tuple[int, ...]:
-        """The prompt of the next turn."""
-        return self.trace.begin(self.turns, self.turns - 1, reply)
-
-    def rollout(self, cut: bool, grade: Grade) -> Rollout:
-        completion = self.trace.sequences()[0].completion
-        return Rollout(replace(completion, finish_reason="length") if cut else completion, "", grade)
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """What the environment said to a sample: a reply, or the end and a grade."""
 
     index: int
@@ -78,6 +72,18 @@ class _Answer(NamedTuple):
     cut: bool
     """A reply found no room."""
     grade: Grade
+
+
+def to_row(answer: tuple) -> tuple:
+    """Return JSON values of an answer that ends with a grade: what all ranks of a model copy need of it."""
+    *fields, grade = answer
+    return (*fields, grade.reward, grade.correct, grade.code)
+
+
+def from_row(row: Sequence[Any]) -> tuple:
+    """Return the fields of the answer that `to_row` was given."""
+    *fields, reward, correct, code = row
+    return (*fields, Grade(reward, correct=correct, code=code))
 
 
 class Conversations:
@@ -90,19 +96,19 @@ class Conversations:
     def __init__(
         self,
         grade: GradeFunction,
-        settings: ConversationSettings | None,
+        settings: ConversationSettings,
         tokenizer: Tokenizer,
         groups: ParallelGroups,
         finished: FinishedGroups,
     ) -> None:
-        """Without ``settings`` all samples are single answers; ``finished`` gets every sample that is graded."""
+        """``finished`` gets every sample that is graded."""
         self._grade = grade
         self._settings = settings
         self._tokenizer = tokenizer
         self._groups = groups
         self._finished = finished
         self._open: dict[tuple[int, int], _Conversation] = {}
-        self.asked: set[asyncio.Task[list[_Answer]]] = set()
+        self.asked: set[asyncio.Task[list[Answer]]] = set()
         """Whose ends are answers; of the leader."""
         self._waiting = 0  # samples whose answer is due; the same number on every rank of the model copy
 
@@ -121,7 +127,7 @@ class Conversations:
         False where there is none, and of a conversation or harness without a grade: nobody knows how it would have gone
         on.
         """
-        group = self._finished.known(request)
+        group = self._finished.journal.group_for(request)
         if group is None or ((of_harness or self.goes_on(request)) and not group.is_graded):
             return False
         ungraded = []
@@ -135,28 +141,36 @@ class Conversations:
         return True
 
     def add_turn(self, request: Request, completions: Sequence[Completion]) -> None:
-        """A turn of some samples of a group: the whole group's first, or one sample's later one."""
-        self._ask([self._said(request, s, turn) for s, turn in enumerate(completions, start=request.first_sample)])
+        """Have a turn judged: the first one of a whole group, or a later one of one sample."""
+        turns = enumerate(completions, start=request.place.first_sample)
+        self._ask([self._said(request, sample, turn) for sample, turn in turns])
 
-    def replies(self) -> list[Request]:
-        """The next turns to generate. Collective in a model copy."""
+    def submit_turns(self, engine: Engine) -> None:
+        """Give the ``engine`` the turns that go on from replies; collective in a model copy."""
         if not self.waiting:
-            return []
+            return
         answers = self._answers() if self._groups.leads_model else []
         if self._groups.model_group.size() > 1:
-            told = [(*a[:4], a.grade.reward, a.grade.correct, a.grade.code) for a in answers]
-            told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
+            rows = list(map(to_row, answers))
+            rows = broadcast_json(rows, self._groups.model_leader(), self._groups.model_group)
             if not self._groups.leads_model:
-                answers = [_Answer(*said, Grade(r, correct=right, code=code)) for *said, r, right, code in told]
+                answers = [Answer(*from_row(row)) for row in rows]
         self._waiting -= len(answers)
-        return [request for answer in answers if (request := self._apply(answer)) is not None]
+        for answer in answers:
+            if answer.reply:
+                engine.submit(self._next_turn(answer))
+            else:
+                self._end(answer)
 
     def _most_turns(self, request: Request) -> int:
-        return 1 if self._settings is None else self._settings.max_turns.get(request.source.environment, 1)
+        return self._settings.max_turns.get(request.source.environment, 1)
 
     def _said(self, request: Request, sample: int, turn: Completion) -> _Conversation:
-        conversation = self._open.setdefault((request.index, sample), _Conversation(request, sample))
-        conversation.add_turn(turn)
+        conversation = self._open.get((request.index, sample))
+        if conversation is None:
+            conversation = self._open[request.index, sample] = _Conversation(request, sample, turn, turn)
+        else:
+            conversation.add_turn(turn)
         return conversation
 
     def _ask(self, conversations: Sequence[_Conversation]) -> None:
@@ -164,76 +178,76 @@ class Conversations:
         if self._groups.leads_model:
             self.asked.add(asyncio.create_task(self._judged(conversations)))
 
-    def _answers(self) -> list[_Answer]:
+    def _answers(self) -> list[Answer]:
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
-        answers = [answer for task in done for answer in task.result()]
-        return sorted(answers, key=lambda answer: (answer.index, answer.sample))
+        return sorted((answer for task in done for answer in task.result()), key=lambda answer: answer[:2])
 
-    async def _judged(self, conversations: Sequence[_Conversation]) -> list[_Answer]:
-        """The environment's answers to the last turns of samples of one group."""
+    async def _judged(self, conversations: Sequence[_Conversation]) -> list[Answer]:
+        """Ask the environment about the last turns of samples of one group."""
         request = conversations[0].request
         environment, task = request.source.environment, request.source.task
-        if self.goes_on(request):
-            items = [(task, c.state, self._turn(c)) for c in conversations]
-        else:
-            items = [(task, self._transcript(c)) for c in conversations]
-        results = await self._grade(environment, items)
-        return [self._answer(c, result) for c, result in zip(conversations, results, strict=True)]
+        if not self.goes_on(request):
+            grades = await self._grade(environment, [(task, self._transcript(c.said)) for c in conversations])
+            ends = zip(conversations, grades, strict=True)
+            return [Answer(request.index, c.sample, (), False, replace(grade, continuation=None)) for c, grade in ends]
+        items = [(task, c.state, self._turn(c)) for c in conversations]
+        results = zip(conversations, await self._grade(environment, items), strict=True)
+        return [self._answer(conversation, result) for conversation, result in results]
 
-    def _transcript(self, conversation: _Conversation, parser: str = "") -> Transcript:
-        said = conversation.last
+    def _transcript(self, said: Completion, parser: str = "") -> Transcript:
         return Transcript(self._tokenizer.decode(said.token_ids, parser), said.finish_reason, len(said.token_ids))
 
     def _turn(self, conversation: _Conversation) -> Turn:
-        source, number = conversation.request.source, conversation.turns - 1
+        source = conversation.request.source
         calls = not isinstance(source.task.prompt, str) and self._tokenizer.chat_format(source.environment).tools
         parser = self._tokenizer.tool_call_parser(source.environment) if calls else ""
-        said = vars(self._transcript(conversation, parser))
-        return Turn(**said, number=number, last=self._speaks_last(conversation), tool_call_parser=parser)
+        return Turn(
+            **vars(self._transcript(conversation.last, parser)),
+            number=conversation.turns - 1,
+            last=self._speaks_last(conversation),
+            tool_call_parser=parser,
+        )
 
     def _speaks_last(self, conversation: _Conversation) -> bool:
         # a reply has a token, and so has the turn after it
-        full = conversation.length + 2 > self._settings.max_sequence_length
+        full = len(conversation.token_ids) + 2 > self._settings.max_sequence_length
         return full or conversation.turns >= self._most_turns(conversation.request)
 
-    def _answer(self, conversation: _Conversation, result: Grade) -> _Answer:
-        """The reply in tokens, if there is one, and room for it and for something to say after it."""
-        index, sample, going_on = conversation.request.index, conversation.sample, result.continuation
+    def _answer(self, conversation: _Conversation, result: Grade) -> Answer:
+        """Encode the reply, if there is one, and room for it and for something to say after it."""
+        place, going_on = (conversation.request.index, conversation.sample), result.continuation
+        result = replace(result, continuation=None)
         if going_on is None or self._speaks_last(conversation):
-            return _Answer(index, sample, (), False, result)
-        said = conversation.last.token_ids
+            return Answer(*place, (), False, result)
+        said, source = conversation.last.token_ids, conversation.request.source
         ended = bool(said) and said[-1] in self._tokenizer.end_token_ids
         reply, problem = [], "the reply has no tokens"
         try:
-            source = conversation.request.source
             reply = self._tokenizer.encode_reply(source.task.prompt, going_on.messages, ended, source.environment)
         except EnvironmentFault as fault:
             problem = str(fault)
-        if conversation.length + len(reply) >= self._settings.max_sequence_length:
-            return _Answer(index, sample, (), True, result)
+        if len(conversation.token_ids) + len(reply) >= self._settings.max_sequence_length:
+            return Answer(*place, (), True, result)
         if not reply:
             result = Grade(None, code="environment_exception", message=problem)
         conversation.state = going_on.state
-        return _Answer(index, sample, reply, False, result)
+        return Answer(*place, reply, False, result)
 
-    def _apply(self, answer: _Answer) -> Request | None:
-        """The request for the next turn; None when the conversation is over."""
-        key = (answer.index, answer.sample)
-        conversation = self._open[key]
-        request = conversation.request
-        if not answer.reply:
-            del self._open[key]
-            grade = replace(answer.grade, continuation=None)
-            self._finished.keep(request, answer.sample, conversation.rollout(answer.cut, grade))
-            return None
-        prompt_ids = conversation.add_reply(answer.reply)
+    def _end(self, answer: Answer) -> None:
+        conversation = self._open.pop((answer.index, answer.sample))
+        said = replace(conversation.said, finish_reason="length") if answer.cut else conversation.said
+        self._finished.keep(conversation.request, answer.sample, Rollout(said, "", answer.grade))
+
+    def _next_turn(self, answer: Answer) -> Request:
+        conversation = self._open[answer.index, answer.sample]
+        request, conversation.reply = conversation.request, answer.reply
+        prompt_ids = (*conversation.token_ids, *answer.reply)
         room = self._settings.max_sequence_length - len(prompt_ids)
         return replace(
             request,
             prompt_ids=prompt_ids,
             num_samples=1,
-            first_sample=answer.sample,
-            turn=conversation.turns,
+            place=Place(answer.sample, conversation.turns),
             sampling=replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, room)),
         )

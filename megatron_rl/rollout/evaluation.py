@@ -14,8 +14,7 @@ import torch
 from megatron_rl.algorithms.passk import pass_at_k
 from megatron_rl.platform.collectives import gather_vectors
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.rollout.prompt_source import RequestFactory
+from megatron_rl.rollout.prompt_source import ExpectedLengths, RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.trainer.packing import balance
 from megatron_rl.types import Grade, Request, Rollout, RolloutGroup, SourcedTask
@@ -87,7 +86,7 @@ class Evaluator:
         self._groups = groups
 
     def evaluate(self, policy_version: int) -> EvaluationResult | None:
-        """Metrics and answers; None when the run was asked to stop. Collective over the whole job."""
+        """Return metrics and answers; None when the run was asked to stop. Collective over the whole job."""
         requests = self.requests(self._groups.rollout_rank, self._groups.rollout_size)
         result = self._rollouter.run(requests, self._seed, policy_version)
         if result is None:
@@ -107,7 +106,7 @@ class Evaluator:
         return EvaluationResult(metrics, result.groups, ungraded)
 
     def requests(self, rank: int, ranks: int) -> list[Request]:
-        """A rollout replica's share by expected tokens; each task is sampled, then answered greedily."""
+        """Return a rollout replica's share by expected tokens; each task is sampled, then answered greedily."""
         pairs = [
             (
                 self._factory.request(source, self._samples[source.environment], 2 * number),
@@ -158,13 +157,13 @@ class Evaluator:
 
 
 def rightness_is_known(score: _TaskScore) -> bool:
-    """Whether pass@k can be said. Rewards outside the range of their environment say that it is not theirs, unless the
+    """Whether pass@k is known. Rewards outside the range of their environment say that it is not theirs, unless the
     highest of them is a right answer's all the same: then it is a punishment that nobody has declared."""
     return not score.untold.any() or bool(score.best_is_right[score.best_reward.argmax()])
 
 
 def _shares_of_right(score: _TaskScore, ks: Sequence[int]) -> dict[str, float]:
-    """pass@k, the share of right majorities and that of right greedy answers."""
+    """Return pass@k, the share of right majorities and that of right greedy answers."""
     metrics: dict[str, float] = {}
     for k in ks:
         enough = score.samples >= k
@@ -210,6 +209,6 @@ def confidence(by_task: numpy.ndarray, samples: float) -> float:
 
 
 def powers_of_two_up_to(count: int) -> list[int]:
-    """1, 2, 4, ... and ``count`` itself: the k of pass@k."""
+    """Return 1, 2, 4, ... and ``count`` itself: the k of pass@k."""
     powers = [2**exponent for exponent in range(count.bit_length()) if 2**exponent <= count]
     return powers if powers[-1] == count else [*powers, count]

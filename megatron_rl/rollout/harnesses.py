@@ -23,9 +23,10 @@ from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.finished import FinishedGroups
+from megatron_rl.rollout.conversations import from_row, to_row
+from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.trace import Trace
-from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout
+from megatron_rl.types import Completion, Grade, HarnessRun, Place, Request, Rollout
 
 RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
 """(environment, samples of a group) -> one grade each; never raises for a bad sample. Cancelled, it ends them."""
@@ -63,8 +64,8 @@ class _End(NamedTuple):
 class Harnesses:
     """The samples of harnesses in one rollout; every rank of a model copy holds all of them."""
 
-    def __init__(self, settings: HarnessSettings | None, groups: ParallelGroups, finished: FinishedGroups) -> None:
-        """Without ``settings`` no environment is one; ``finished`` gets every sample that has ended."""
+    def __init__(self, settings: HarnessSettings, groups: ParallelGroups, finished: FinishedGroups) -> None:
+        """``finished`` gets every sample that has ended."""
         self._settings = settings
         self._groups = groups
         self._finished = finished
@@ -83,7 +84,7 @@ class Harnesses:
 
     def leads(self, request: Request) -> bool:
         """Whether the request is of a harness."""
-        return self._settings is not None and request.source.environment in self._settings.environments
+        return request.source.environment in self._settings.environments
 
     def start(self, request: Request) -> None:
         """Run the samples of a group."""
@@ -93,49 +94,48 @@ class Harnesses:
             self.asked.add(asyncio.create_task(self._run(request)))
 
     def add_answer(self, request: Request, completion: Completion) -> None:
-        """What the engine made of a call; of a sample that has ended meanwhile it is dropped."""
-        sample = self._sample_of.pop(request.call, None)
+        """Deliver what the engine made of a call; of a sample that has ended meanwhile it is dropped."""
+        sample = self._sample_of.pop(request.place.call, None)
         if sample is not None:
-            sample.trace.answer(request.call, completion)
+            sample.trace.answer(request.place.call, completion)
         if self._groups.leads_model:
-            self._settings.endpoint.deliver(request.call, completion)
+            self._settings.endpoint.deliver(request.place.call, completion)
 
-    def show(self, engine: Engine) -> None:
-        """What streams have of their answers."""
-        if self.waiting and self._groups.leads_model:
-            self._settings.endpoint.show(engine)
+    def submit_turns(self, engine: Engine) -> None:
+        """Show what streams have of their answers; submit new calls, and cancel those that nobody waits for.
 
-    def calls(self) -> tuple[list[Request], list[int]]:
-        """What the harnesses ask for now, and the calls whose answers they want no more. Collective in a model copy."""
+        Collective in a model copy.
+        """
         if not self.waiting:
-            return [], []
-        calls, asides, cancelled, ends = self._news() if self._groups.leads_model else ([], [], [], [])
+            return
+        if self._groups.leads_model:
+            self._settings.endpoint.show(engine)
+        calls, outside, cancelled, ends = self._news() if self._groups.leads_model else ([], [], [], [])
         if self._groups.model_group.size() > 1:
-            told_ends = [(*end[:3], end.grade.reward, end.grade.correct, end.grade.code) for end in ends]
-            told = [calls, asides, cancelled, told_ends]
-            told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
-            calls, asides, cancelled, told_ends = told
+            news = [calls, outside, cancelled, list(map(to_row, ends))]
+            news = broadcast_json(news, self._groups.model_leader(), self._groups.model_group)
+            calls, outside, cancelled, rows = news
             if not self._groups.leads_model:
-                ends = [_End(*end, Grade(r, correct=right, code=code)) for *end, r, right, code in told_ends]
-        requests = [self._request(index, sample, Call(**call)) for index, sample, call in calls]
-        requests += [request_of(**aside) for aside in asides]
+                ends = [_End(*from_row(row)) for row in rows]
+        for index, sample, call in calls:
+            engine.submit(self._request(index, sample, Call(**call)))
+        for call in outside:
+            engine.submit(request_of(**call))
         for number in cancelled:
             self._sample_of.pop(number, None)
         for end in ends:
             self._end(end)
-        return requests, cancelled
+        if cancelled:
+            engine.cancel(cancelled)
 
     async def wait_for_call(self, seconds: float) -> None:
-        """Until a harness has called, for ``seconds`` at most; of the leader."""
-        if self.waiting:
-            await self._settings.endpoint.wait(seconds)
-        else:
-            await asyncio.sleep(seconds)
+        """Wait until a harness has called, for ``seconds`` at most; of the leader."""
+        await self._settings.endpoint.wait(seconds)
 
     # -- of the leader ---------------------------------------------------------------------------
 
     async def _run(self, request: Request) -> list[_End]:
-        """Samples whose server died run once more, in new sessions: their processes are gone."""
+        """Run the samples; those whose server died run once more, in new sessions: their processes are gone."""
         ends: dict[int, _End] = {}
         samples = list(range(request.num_samples))
         for _ in range(2):
@@ -165,7 +165,7 @@ class Harnesses:
         ]
 
     def _judged(self, grade: Grade, end: SessionEnd) -> Grade:
-        """With what the session knows of the sample."""
+        """Return the grade with what the session knows of the sample."""
         if grade.failed:
             return grade
         if not end.calls:
@@ -179,13 +179,13 @@ class Harnesses:
         taken, cancelled = self._settings.endpoint.take(), self._settings.endpoint.take_cancelled()
         calls = [(*self._sessions[c.session], vars(c)) for c in taken if c.session is not None]
         # Of judges. Their prompts are their seeds, so that a step that is done again has the same verdicts.
-        asides = [
+        outside = [
             outside_sessions(c, f"{zlib.crc32(array('q', c.ids).tobytes()):08x}") for c in taken if c.session is None
         ]
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
         ends = [end for task in done for end in task.result()]
-        return calls, asides, cancelled, sorted(ends, key=lambda end: end[:2])
+        return calls, outside, cancelled, sorted(ends, key=lambda end: end[:2])
 
     # -- of all ranks ----------------------------------------------------------------------------
 
@@ -204,11 +204,8 @@ class Harnesses:
             prompt_ids=prompt_ids,
             num_samples=1,
             sampling=sampling,
-            first_sample=number,
-            turn=trace.depth(call.number),
-            goes_on=True,
-            call=call.number,
-            branch=call.branch,
+            place=Place(number, trace.depth(call.number), call.number, call.branch),
+            hints=replace(request.hints, goes_on=True),
         )
 
     def _end(self, end: _End) -> None:

@@ -20,8 +20,9 @@ import re
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -30,8 +31,11 @@ from megatron_rl.atomic import Dispensable
 from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.staged_routing import StagedRouting
+from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Branch, Completion, Request, Rollout, RolloutGroup, SourcedTask
+
+if TYPE_CHECKING:
+    from megatron_rl.inference.staged import StagedRouting
 
 Record = dict[str, Any]
 _PACKED = {"token_ids": "i", "inference_logprobs": "f"}
@@ -53,7 +57,7 @@ class RolloutJournal:
         self._dispensable = Dispensable(_WITHOUT)
 
     def open(self, step: int, header: Mapping[str, Any], extra_groups: ExtraGroups | None = None) -> StepJournal:
-        """The journal of ``step``; collective in a model copy.
+        """Open the journal of ``step``; collective in a model copy.
 
         ``header`` is what must be equal for an earlier start's groups to be taken up again; JSON values only.
         """
@@ -75,7 +79,7 @@ class RolloutJournal:
         return StepJournal(found, stream, extra_groups, self._staged, self._dispensable)
 
     def forget(self, step: int) -> None:
-        """A checkpoint covers ``step``: the files up to it are not needed any more. One rank calls it."""
+        """Delete the files up to ``step``, which a checkpoint covers. One rank calls it."""
         for path in self._folder.glob("step_*.journal"):
             name = _FILE_NAME.fullmatch(path.name)
             if name is not None and int(name[1]) <= step:
@@ -105,18 +109,18 @@ class StepJournal:
         self._dispensable = dispensable or Dispensable(_WITHOUT)
 
     def group_for(self, request: Request) -> RolloutGroup | None:
-        """The finished group of an earlier start or step, if it is the answer to exactly this request.
+        """Find the finished group of an earlier start or step, if it answers exactly this request.
 
-        Its answers' texts are left empty: they follow from the tokens.
+        Grades of it may have failed. Its answers' texts are left empty: they follow from the tokens.
         """
         asked, record = asked_of(request), self._found.get(request.index)
         if record is None or record["asked"] != asked:
             record = None if self._extra_groups is None else self._extra_groups.find(asked)
         if record is None:
             return None
-        rollouts = tuple(_rollout(rollout, request.wants_routing) for rollout in record["rollouts"])
+        rollouts = tuple(_rollout(rollout, request.hints.wants_routing) for rollout in record["rollouts"])
         completions = (completion for rollout in rollouts for completion in rollout.completions)
-        if request.wants_routing and any(completion.routing is None for completion in completions):
+        if request.hints.wants_routing and any(completion.routing is None for completion in completions):
             return None  # of a start without --rl-router-replay
         group = RolloutGroup(request.source, request.prompt_ids, rollouts)
         return group if self._staged is None else self._staged.part(group)
@@ -140,6 +144,29 @@ class StepJournal:
                 self._stream.close()
 
 
+class FinishedGroups:
+    """The complete groups of one rollout, whichever kind of environment they are of."""
+
+    def __init__(self, tokenizer: Tokenizer, journal: StepJournal) -> None:
+        """``journal`` gets every group that is complete."""
+        self._tokenizer = tokenizer
+        self.journal = journal
+        self._rollouts: dict[int, dict[int, Rollout]] = {}
+        self.groups: dict[int, RolloutGroup] = {}
+        """By the index of their request."""
+
+    def keep(self, request: Request, sample: int, rollout: Rollout, is_new: bool = True) -> None:
+        """Add a complete sample, perhaps the last of its group; ``is_new``: it is not in the journal as it is."""
+        group = self._rollouts.setdefault(request.index, {})
+        group[sample] = replace(rollout, text=self._tokenizer.decode(rollout.completion.token_ids))
+        if len(group) < request.num_samples:
+            return
+        rollouts = tuple(group[number] for number in range(request.num_samples))
+        self.groups[request.index] = RolloutGroup(request.source, request.prompt_ids, rollouts)
+        if is_new:
+            self.journal.add(request.index, self.groups[request.index])
+
+
 class Records:
     """Groups between two steps, the same on all ranks, so that any number of ranks can go on with them."""
 
@@ -159,7 +186,7 @@ class ExtraGroups(Records):
     """Finished groups that no step has used yet. Their prompts come again, and are answered by them."""
 
     def find(self, asked: list[Any]) -> Record | None:
-        """The record of what was asked."""
+        """Find the record of what was asked."""
         return next((record for record in self._records if record["asked"] == asked), None)
 
     def drop_older(self, version: int) -> None:
@@ -176,7 +203,7 @@ class ExtraGroups(Records):
 
 
 def record_of(group: RolloutGroup) -> Record:
-    """JSON values; texts are left out."""
+    """Return a group as JSON values; texts are left out."""
     asked = _asked(group.source, group.prompt_ids, len(group.rollouts))
     return {"asked": asked, "rollouts": list(map(_described, group.rollouts))}
 
@@ -187,7 +214,7 @@ def _oldest_version(record: Record) -> int:
 
 
 def asked_of(request: Request) -> list[Any]:
-    """What a record must answer."""
+    """Return what a record must answer."""
     return _asked(request.source, request.prompt_ids, request.num_samples)
 
 
@@ -203,16 +230,12 @@ def _described(rollout: Rollout) -> Record:
     record = {**described(rollout.completion), "grade": result_to_json(rollout.grade)}
     if rollout.prompt_ids is not None:
         record["prompt_ids"] = _packed("i", rollout.prompt_ids)
-    if rollout.branches:
-        record["branches"] = [
-            {**described(branch.completion), "prompt_ids": _packed("i", branch.prompt_ids)}
-            for branch in rollout.branches
-        ]
-    return record
+    branches = [{**described(b.completion), "prompt_ids": _packed("i", b.prompt_ids)} for b in rollout.branches]
+    return record | ({"branches": branches} if branches else {})
 
 
 def described(completion: Completion) -> Record:
-    """JSON values; without ``cached_tokens``, which differ from start to start."""
+    """Return JSON values; without ``cached_tokens``, which differ from start to start."""
     packed: Record = {name: _packed(kind, getattr(completion, name)) for name, kind in _PACKED.items()}
     if completion.routing is not None:
         routing = completion.routing.numpy()
@@ -231,7 +254,7 @@ def _rollout(record: Record, wants_routing: bool) -> Rollout:
 
 
 def completion_of(record: Record, wants_routing: bool = False) -> Completion:
-    """The inverse of `described`."""
+    """Invert `described`."""
     fields = {name: value for name, value in record.items() if name not in ("grade", "prompt_ids", "branches")}
     fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
     routing = fields.pop("routing", None)
@@ -260,7 +283,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path, header: Record) -> tuple[list[Record], int]:
-    """The groups of a file, and where the last whole record ends: a damaged one ends the file.
+    """Read the groups of a file, and where the last whole record ends: a damaged one ends the file.
 
     None and 0 if its header is another.
     """
@@ -279,7 +302,7 @@ def _read(path: Path, header: Record) -> tuple[list[Record], int]:
 
 
 def _appending(path: Path, end: int, header: Record) -> BinaryIO:
-    """The file, open after its first ``end`` bytes; begun anew if these are none."""
+    """Open the file after its first ``end`` bytes; it begins anew if these are none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")
     stream.truncate(end)

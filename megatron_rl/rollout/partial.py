@@ -14,15 +14,16 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.inference.engine import Engine
-from megatron_rl.platform.collectives import gather_json, gather_vectors
-from megatron_rl.rollout.expected_length import ExpectedLengths, deal
-from megatron_rl.rollout.journal import Record, Records, asked_of, completion_of, described
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
-from megatron_rl.types import Completed, Request, RolloutGroup
+from megatron_rl.platform.collectives import gather_json
+from megatron_rl.rollout.collector import Collector, StepRollouts
+from megatron_rl.rollout.journal import Record, Records, StepJournal, asked_of, completion_of, described
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
+from megatron_rl.rollout.rollouter import Goal
+from megatron_rl.rollout.statistics import staleness_metrics
+from megatron_rl.types import Completed, Request
 
 logger = logging.getLogger(__name__)
 
@@ -33,42 +34,93 @@ class PartialRollouts:
 
     at_once: int
     """Groups in flight."""
-    lag: int
+    max_staleness: int
     """Steps by which the oldest token of a sample that is trained on may be behind, 1 or more."""
     finishes: bool
     """Groups are generated before they are too old; else those that are too old are dropped."""
 
     def due(self, requests: Sequence[Request], policy_version: int, wanted: int) -> set[int]:
-        """Places of those of the ``requests`` that must be among the ``wanted`` ones of this step.
+        """Return the places of those ``requests`` that must be among the ``wanted`` ones of this step.
 
-        A group may be used in as many later steps as its lag leaves it. Each of them takes ``wanted`` groups: where
+        A group may be used in as many later steps as its age leaves it. Each of them takes ``wanted`` groups: where
         more have to be used by then, the oldest of them are due now. That is at most ``wanted`` as long as no more
-        than ``wanted`` x (``lag`` + 1) groups are in flight; then the youngest are in time whoever goes now.
+        than ``wanted`` x (``max_staleness`` + 1) groups are in flight; then the youngest are in time whoever goes now.
         """
         if not self.finishes:
             return set()
-        begun = [oldest_version(request, policy_version) for request in requests]
-        order, count = sorted(range(len(begun)), key=lambda place: (begun[place], place)), 0
+        oldest = [oldest_version(request, policy_version) for request in requests]
+        order, count = sorted(range(len(oldest)), key=lambda place: (oldest[place], place)), 0
         for number, place in enumerate(order, start=1):
-            if begun[place] == max(begun):
+            if oldest[place] == max(oldest):
                 break
-            later_steps = self.lag - (policy_version - begun[place])
+            later_steps = self.max_staleness - (policy_version - oldest[place])
             count = max(count, number - wanted * later_steps)
         return set(order[: min(count, wanted)])
 
 
+@dataclass
+class PartialStep(StepRollouts):
+    """A step, and what goes on without it."""
+
+    started: int = 0
+    """New prompts of this step."""
+    unfinished: list[Record] = field(default_factory=list)
+    """Of all replicas: the groups that go on in the next step."""
+    dropped: list[Request] = field(default_factory=list)
+    """Unfinished groups that are too old."""
+
+
+@dataclass(kw_only=True)
+class PartialCollector(Collector):
+    """Takes the groups that are generated first, and keeps the others for the next step."""
+
+    partial: PartialRollouts
+    unfinished: UnfinishedGroups
+
+    def fill(self, seed: int, policy_version: int, journal: StepJournal) -> PartialStep | None:
+        """See `Collector`: unfinished groups, and new ones, until enough are generated."""
+        step, wanted, groups = PartialStep(policy_version), self.prompts_per_step, self.groups
+        kept: list[Request] = []
+        for request in self.unfinished.requests(self.source, self.factory, self.group_size):
+            is_too_old = policy_version - oldest_version(request, policy_version) > self.partial.max_staleness
+            (step.dropped if is_too_old else kept).append(request)
+        drawn = self.source.draw(max(0, self.partial.at_once - len(kept)))
+        kept += [self.factory.request(source, self.group_size, 0) for source in drawn]
+        requests = [replace(request, index=place) for place, request in enumerate(kept)]
+        due = self.partial.due(requests, policy_version, wanted)
+        goal = goal_of(requests, due, wanted, self.expected_lengths, groups.rollout_rank, groups.rollout_size)
+        own = list(map(self.expecting, goal.requests))
+        result = self.rollouter.run(own, seed, policy_version, journal, goal)
+        if result is None:
+            return None
+        taken, step.unfinished = gathered(goal, result.finished, groups.rollout_group)
+        places = {index: place for place, index in enumerate(taken)}
+        step.answered = {places[index]: group for index, group in result.finished.items()}
+        step.drawn, step.counting = [requests[index].source for index in taken], list(range(len(taken)))
+        step.started = len(drawn)
+        step.add_work(result)
+        self.refuse_failures(step)
+        return step
+
+    def commit(self, step: PartialStep) -> dict[str, float]:
+        """See `Collector`."""
+        metrics = super().commit(step)
+        self.unfinished.turn_over(step.unfinished)
+        return metrics | staleness_metrics(step.groups, step.policy_version, self.groups.rollout_group) | {
+            "training/groups_started": float(step.started),
+            "training/groups_put_aside": float(len(step.unfinished)),
+            "training/groups_dropped": float(len(step.dropped)),
+            "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in r.so_far)),
+        }
+
+
 def oldest_version(request: Request, policy_version: int) -> int:
-    """The version of the oldest token of its samples; ``policy_version`` where there is none."""
-    return min((sample.stretches[0][0] for sample in request.begun if sample.token_ids), default=policy_version)
-
-
-def is_generated(request: Request) -> bool:
-    """All its samples are finished."""
-    return bool(request.begun) and all(sample.finish_reason is not None for sample in request.begun)
+    """Return the version of the oldest token of its samples; ``policy_version`` where there is none."""
+    return min((sample.stretches[0][0] for sample in request.so_far if sample.token_ids), default=policy_version)
 
 
 @dataclass
-class Share:
+class PartialGoal(Goal):
     """What one replica has to generate in a step; the rest stays unfinished."""
 
     requests: Sequence[Request]
@@ -79,8 +131,8 @@ class Share:
     """How many besides, the first ones."""
     unfinished: list[Request] = field(default_factory=list)
 
-    def take(self, done: Iterable[Completed], engine: Engine) -> list[Completed]:
-        """Those of the generated groups that the step takes; once there are enough of them, ``engine`` is stopped."""
+    def take(self, done: Sequence[Completed], engine: Engine) -> list[Completed]:
+        """Return the generated groups that the step takes; once there are enough, the ``engine`` is interrupted."""
         taken = []
         for request, completions in sorted(done, key=lambda completed: completed[0].index):
             if request.index in self.due or self.others > 0:
@@ -88,16 +140,16 @@ class Share:
                 self.due.discard(request.index)
                 taken.append((request, completions))
             else:  # generated while what is due was not
-                self.unfinished.append(replace(request, begun=completions))
+                self.unfinished.append(replace(request, so_far=completions))
         if not self.due and not self.others and engine.has_unfinished:
             self.unfinished += engine.interrupt()
         return taken
 
 
-def share_of(
+def goal_of(
     requests: Sequence[Request], due: set[int], wanted: int, expected: ExpectedLengths, rank: int, num_ranks: int
-) -> Share:
-    """What replica ``rank`` has to generate: about as many tokens as the others, of what is due and of the rest."""
+) -> PartialGoal:
+    """Return what replica ``rank`` has to generate: about as many tokens as the others, due or not."""
     old = [request for request in requests if request.index in due]
     rest = [request for request in requests if request.index not in due]
     ranks_of_old, ranks_of_rest = deal(old, expected, num_ranks), deal(rest, expected, num_ranks)
@@ -107,62 +159,39 @@ def share_of(
     left, count = wanted - len(due), max(1, len(rest))
     before = sum(place < rank for place in ranks_of_rest)
     others = left * (before + len(own_rest)) // count - left * before // count
-    return Share(own_old + own_rest, {request.index for request in own_old}, others)
+    return PartialGoal(own_old + own_rest, {request.index for request in own_old}, others)
 
 
 class UnfinishedGroups(Records):
     """The groups in flight between two steps."""
 
     def requests(self, source: PromptSource, factory: RequestFactory, group_size: int) -> list[Request]:
-        """What goes on, the oldest draws first, numbered from 0. Left out is what does not fit the run any more."""
+        """Return what goes on, the oldest draws first, numbered from 0, without what no longer fits the run."""
         found: list[Request] = []
         for record in self._records:
             environment, task_id, epoch, *_ = record["asked"]
             drawn = source.find(environment, task_id, epoch)
             if drawn is not None:
-                begun = tuple(map(completion_of, record["samples"]))
-                request = replace(factory.request(drawn, group_size, len(found)), begun=begun)
-                longest = max((len(s.token_ids) for s in begun if s.finish_reason is None), default=0)
+                so_far = tuple(map(completion_of, record["samples"]))
+                request = replace(factory.request(drawn, group_size, len(found)), so_far=so_far)
+                longest = max((len(s.token_ids) for s in so_far if s.finish_reason is None), default=0)
                 if asked_of(request) == record["asked"] and longest < request.sampling.max_new_tokens:
                     found.append(request)
         if len(found) < len(self._records):
             logger.warning(
-                "%d of %d groups that were begun are dropped: the task, --grpo-group-size or --rl-max-new-tokens is "
+                "%d of %d unfinished groups are dropped: the task, --grpo-group-size or --rl-max-new-tokens is "
                 "another one now", len(self._records) - len(found), len(self._records),
             )  # fmt: skip
         return found
 
     def turn_over(self, records: Sequence[Record]) -> None:
-        """The step is finished, and ``records`` go on in the next."""
+        """Let ``records`` go on in the next step."""
         self._records = list(records)
 
 
-def gathered(share: Share, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:
-    """Indices of the groups that are generated, and records of those unfinished, of all replicas; collective."""
-    own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.begun))}] for r in share.unfinished]
+def gathered(goal: PartialGoal, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:
+    """Gather the indices of generated groups, and records of unfinished ones, of all replicas; collective."""
+    own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.so_far))}] for r in goal.unfinished]
     parts = gather_json([list(finished), own], replicas)
     records = sorted((entry for _, part in parts for entry in part), key=lambda entry: entry[0])
     return sorted(index for indices, _ in parts for index in indices), [record for _, record in records]
-
-
-def lag_metrics(
-    groups: Sequence[RolloutGroup], policy_version: int, replicas: dist.ProcessGroup
-) -> dict[str, float]:
-    """How many of the tokens are of older weights, and by how many steps; over all replicas."""
-    lags = [
-        (policy_version - version, size)
-        for group in groups for rollout in group.rollouts for completion in rollout.completions
-        for version, size in completion.stretches
-    ]  # fmt: skip
-    local = torch.tensor([
-        sum(size for _, size in lags),
-        sum(size for lag, size in lags if lag > 0),
-        sum(lag * size for lag, size in lags),
-        max((lag for lag, size in lags if size), default=0),
-    ])
-    tokens, stale, total, largest = torch.stack(gather_vectors(local, replicas)).unbind(1)
-    return {
-        "rollout/stale_token_share": float(stale.sum() / tokens.sum().clamp_min(1)),
-        "rollout/token_lag_mean": float(total.sum() / stale.sum().clamp_min(1)),
-        "rollout/token_lag_max": float(largest.max()),
-    }

@@ -1,14 +1,27 @@
-"""Which task comes next, and how it is asked: without replacement, weighted over environments, resumable."""
+"""Which task comes next, how it is asked, and which replica generates its answers.
+
+`PromptSource` draws tasks without replacement, weighted over environments; `RequestFactory` makes requests of them.
+`ExpectedLengths` says how many tokens a group will probably take, and `deal` gives each replica about as many. All
+ranks learn the same numbers in the same order, so all deal alike; the state is in the checkpoint, so a resumed run
+does, too. Which rank generates a group does not change its tokens: a wrong estimate costs time and nothing else.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.trainer.packing import balance
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
+_GROUPS_IN_MEAN = 256
+"""An environment's mean is over about its last so many groups: it follows a policy whose answers grow."""
+_TASKS_KEPT = 20_000
+"""Of each environment, about 0.5 MB of JSON. Tasks come round by epochs, so a table that made room for the newest
+task would always lose the one that is drawn next: when it is full, new tasks are not taken in."""
 Position = tuple[dict[str, int], dict[str, int], dict[str, int], int]
 
 
@@ -39,8 +52,6 @@ class PromptSource:
     ) -> None:
         """``encode`` gives the prompt of a task of an environment in tokens."""
         self._pools = [pool for pool in pools if pool.weight > 0]
-        if not self._pools:
-            raise ConfigError(["no environment has a positive weight, so there is nothing to train on"])
         empty = [pool.environment for pool in self._pools if not pool.tasks]
         if empty:
             raise ConfigError([f"environment {name!r} has no training tasks" for name in empty])
@@ -56,7 +67,7 @@ class PromptSource:
         self.skipped_too_long = 0
 
     def draw(self, count: int) -> list[SourcedTask]:
-        """The next ``count`` tasks whose prompts fit; longer ones are skipped and counted.
+        """Draw the next ``count`` tasks whose prompts fit; longer ones are skipped and counted.
 
         Raises:
             EnvironmentFault: an environment has no prompt that fits.
@@ -73,7 +84,7 @@ class PromptSource:
         return drawn
 
     def find(self, environment: str, task_id: str, epoch: int) -> SourcedTask | None:
-        """As it was drawn before; None where the environment or the task is not there any more."""
+        """Return a task as it was drawn before; None where the environment or the task is not there any more."""
         if environment not in self._by_id:
             tasks = [pool.tasks for pool in self._pools if pool.environment == environment]
             self._by_id[environment] = {task.id: task for part in tasks for task in part}
@@ -81,7 +92,7 @@ class PromptSource:
         return None if task is None else SourcedTask(environment, task, epoch, tuple(self._encode(task, environment)))
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor, for a checkpoint."""
+        """Return the cursor, for a checkpoint."""
         return dict(self._drawn)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -92,7 +103,7 @@ class PromptSource:
             self._next_pool()
 
     def position(self) -> Position:
-        """Where it stands, for `return_to` of this process: what `load_state_dict` would have to work out again."""
+        """Return where it stands, for `return_to`: what `load_state_dict` would have to work out again."""
         return dict(self._drawn), dict(self._shares), dict(self._misses), self.skipped_too_long
 
     def return_to(self, position: Position) -> None:
@@ -101,7 +112,7 @@ class PromptSource:
         self._drawn, self._shares, self._misses = dict(drawn), dict(shares), dict(misses)
 
     def _skip(self, pool: TaskPool) -> None:
-        """Counted by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""
+        """Count a miss by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""
         self.skipped_too_long += 1
         self._misses[pool.environment] += 1
         if self._misses[pool.environment] >= 2 * len(pool.tasks):  # a whole epoch is among them
@@ -111,7 +122,7 @@ class PromptSource:
             )
 
     def _next_pool(self) -> TaskPool:
-        """The pool that is furthest below its share of all draws; counted."""
+        """Choose and count the pool that is furthest below its share of all draws."""
         total = sum(self._shares.values()) + 1
         weights = sum(pool.weight for pool in self._pools)
         chosen = max(
@@ -154,8 +165,71 @@ class RequestFactory:
     def request(
         self, source: SourcedTask, num_samples: int, index: int, greedy: bool = False, at_most: int | None = None
     ) -> Request:
-        """One group; ``index`` is its number in the step, ``at_most`` bounds its new tokens further."""
+        """Ask for one group; ``index`` is its number in the step, ``at_most`` bounds its new tokens further."""
         room = self.max_sequence_length - len(source.prompt_ids)
         tokens = min(self.sampling.max_new_tokens, room, at_most or room)
         sampling = replace(self.sampling, greedy=greedy, max_new_tokens=tokens)
         return Request(source, source.prompt_ids, num_samples, sampling, index)
+
+
+@dataclass
+class _Environment:
+    """What was seen of one environment; lengths are tokens of a completion."""
+
+    mean: float = 0.0
+    groups: int = 0
+    tasks: dict[str, float] = field(default_factory=dict)
+    """Mean over the samples of each task when it was last seen."""
+
+
+class ExpectedLengths:
+    """Learns how long completions become: by task, else by environment, else it expects the limit."""
+
+    def __init__(self) -> None:
+        self._environments: dict[str, _Environment] = {}
+
+    def tokens(self, request: Request) -> int:
+        """Expect the tokens of a group: its prompt, which is read once, and what its completions will add."""
+        drawn = sum(len(sample.token_ids) for sample in request.so_far)
+        return len(request.prompt_ids) + max(0, round(request.num_samples * self.completion(request)) - drawn)
+
+    def learn(self, seen: Iterable[tuple[SourcedTask, float]]) -> None:
+        """Take in tasks and the mean lengths of their completions, in an order that all ranks share.
+
+        The length of a conversation is that of all its turns and of what the model read between them; that of a sample
+        of several sequences is theirs together, without what a branch's prompt repeats.
+        """
+        for source, length in seen:
+            known = self._environments.setdefault(source.environment, _Environment())
+            known.groups += 1
+            known.mean += (length - known.mean) / min(known.groups, _GROUPS_IN_MEAN)
+            if source.task.id in known.tasks or len(known.tasks) < _TASKS_KEPT:
+                known.tasks[source.task.id] = round(length, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values, for a checkpoint."""
+        return {name: asdict(known) for name, known in self._environments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; of a checkpoint without one: begin anew."""
+        self._environments = {
+            name: _Environment(known["mean"], known["groups"], dict(known["tasks"])) for name, known in state.items()
+        }
+
+    def completion(self, request: Request) -> float:
+        """Expect the tokens of one of its completions."""
+        known = self._environments.get(request.source.environment)
+        if known is None:
+            return request.sampling.max_new_tokens
+        return known.tasks.get(request.source.task.id, known.mean)
+
+
+def deal(requests: Sequence[Request], expected: ExpectedLengths, num_ranks: int) -> list[int]:
+    """Return the rollout replica of each group, with about the same expected tokens on all: longest first.
+
+    Of groups that are expected to be alike every rank gets some of each environment: environments are drawn by
+    turns, and two ranks that took the groups by turns would have one each. Every rank gets a group if there are enough.
+    """
+    order = sorted(range(len(requests)), key=lambda index: requests[index].source.environment)
+    ranks = balance([expected.tokens(requests[index]) for index in order], num_ranks)
+    return [rank for _, rank in sorted(zip(order, ranks, strict=True))]

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -18,11 +18,8 @@ from megatron_rl.platform.collectives import any_rank, max_over
 from megatron_rl.platform.device import OutOfMemoryOnAllRanks, is_out_of_memory, reason_of
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import Conversations, ConversationSettings, GradeFunction
-from megatron_rl.rollout.finished import FinishedGroups
 from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
-from megatron_rl.rollout.journal import StepJournal
-from megatron_rl.rollout.partial import Share, is_generated
-from megatron_rl.rollout.quota import Quota
+from megatron_rl.rollout.journal import FinishedGroups, StepJournal
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completed, Request, RolloutGroup
@@ -37,13 +34,33 @@ _EXCHANGE_EVERY = 8
 environment replies. Each lets pipeline stages wait for each other, which costs a pass of a lane."""
 
 
+class Goal:
+    """What a rollout is to bring, and so when it ends. This one: all its requests."""
+
+    was_left = False
+    """Another replica has left, as it was asked to stop or ran out of memory; all must."""
+
+    def take(self, done: Sequence[Completed], engine: Engine) -> Sequence[Completed]:
+        """Return those of the generated requests that are to be graded; it may interrupt the ``engine``."""
+        return done
+
+    def is_met(self, finished: Mapping[int, RolloutGroup], idle: bool) -> bool:
+        """Whether the rollout ends; ``idle`` says that nothing is left to generate or to grade here.
+
+        ``finished`` are this replica's groups. Collective among the ranks that step together.
+        """
+        return idle
+
+    def leave(self) -> None:
+        """This replica generates no more, whatever the others need."""
+
+
 @dataclass(frozen=True)
 class RolloutResult:
     """What one call of `Rollouter.run` brought."""
 
     finished: dict[int, RolloutGroup]
-    """By the index of their request, in the order of the requests: all of them, with a quota those that are done, with
-    a share those that it took."""
+    """By the index of their request, in the order of the requests; fewer than these where the goal was met before."""
     statistics: EngineStatistics
     generate_seconds: float
     grade_wait_seconds: float
@@ -79,8 +96,11 @@ class Rollouter:
         self._grade = grade
         self._stop = stop
         self._grace_seconds = grace_seconds
-        self._conversations = conversations
+        self._conversations = conversations or ConversationSettings({}, max_sequence_length=0)
         self._harnesses = harnesses
+        replies = harnesses is not None or any(turns > 1 for turns in self._conversations.max_turns.values())
+        self._heeds_answers_at_once = replies or groups.model_group.size() == 1
+        """An answer may be a turn to generate, or concerns this rank alone."""
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def run(
@@ -89,12 +109,9 @@ class Rollouter:
         seed: int,
         policy_version: int,
         journal: StepJournal | None = None,
-        quota: Quota | None = None,
-        share: Share | None = None,
+        goal: Goal | None = None,
     ) -> RolloutResult | None:
-        """Complete and grade all ``requests``, those that the ``share`` takes, or until the ``quota`` is met.
-
-        Collective over the whole job.
+        """Complete and grade ``requests`` until the ``goal`` is met, by default all of them; collective over the job.
 
         Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished. None on
         every rank of the job when one of them was asked to stop.
@@ -103,19 +120,19 @@ class Rollouter:
             OutOfMemoryOnAllRanks: a rank that steps alone ran out of memory.
         """
         self._engine.begin(seed, policy_version)
-        result, shortage = None, ""
+        goal, result, shortage = goal or Goal(), None, ""
         try:
             # Not ``Runner.run``: with Python's own SIGINT handler it formats the whole result into an error message
             # that nobody sees, 5 ms for 128 short answers and seconds for a batch of long ones.
-            result = self._runner.get_loop().run_until_complete(self._run(requests, journal, quota, share))
+            result = self._runner.get_loop().run_until_complete(self._run(requests, journal, goal))
         except (RuntimeError, MemoryError) as error:
             # Those that step together wait inside the engine; ranks that step alone have met nobody yet.
             if not is_out_of_memory(error) or self._groups.lockstep_group.size() > 1:
                 raise
             traceback.clear_frames(error.__traceback__)
             shortage = reason_of(error) or "no memory"
-        if result is None and quota is not None:
-            quota.leave()
+        if result is None:
+            goal.leave()
         ends = max_over({"stopped": result is None, "out of memory": bool(shortage)}, dist.group.WORLD)
         if ends["out of memory"]:
             raise OutOfMemoryOnAllRanks(shortage or "on another rank")
@@ -126,89 +143,54 @@ class Rollouter:
         self._runner.close()
 
     async def _run(
-        self, requests: Sequence[Request], journal: StepJournal | None, quota: Quota | None, share: Share | None
+        self, requests: Sequence[Request], journal: StepJournal | None, goal: Goal
     ) -> RolloutResult | None:
-        finished, started = FinishedGroups(self._tokenizer, journal), time.perf_counter()
+        finished, started = FinishedGroups(self._tokenizer, journal or StepJournal({})), time.perf_counter()
         conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, finished)
-        samples = _Samples(finished, conversations, Harnesses(self._harnesses, self._groups, finished))
+        harnesses = None if self._harnesses is None else Harnesses(self._harnesses, self._groups, finished)
+        samples = _Samples(self._engine, goal, conversations, harnesses)
         try:
-            generated = await self._generate(requests, samples, quota, share)
+            samples.begin(requests)
+            generated = await self._generate(samples, finished.groups, len(requests))
         finally:
             await samples.cancel()
-        if generated is None or (quota is not None and quota.was_left):
+        self._engine.abort()
+        if generated is None or goal.was_left:
             return None
-        numbers = (request.index for request in requests if request.index in finished.groups)
-        groups = {number: finished.groups[number] for number in numbers}
+        groups = {r.index: finished.groups[r.index] for r in requests if r.index in finished.groups}
         return RolloutResult(groups, self._engine.statistics, generated - started, time.perf_counter() - generated)
 
     async def _generate(
-        self, requests: Sequence[Request], samples: _Samples, quota: Quota | None, share: Share | None
+        self, samples: _Samples, finished: Mapping[int, RolloutGroup], num_requests: int
     ) -> float | None:
-        """Until there is all that is wanted: when the last token was drawn. None when it was asked to stop."""
-        engine, finished = self._engine, samples.finished.groups
-        self._begin(requests, samples, share)
-        generated: float | None = time.perf_counter()
+        """Generate until the goal is met; returns when the last token was drawn, None when asked to stop."""
+        generated = time.perf_counter()
         for steps in itertools.count():
             # Once all groups are finished, nobody waits for what the engine may still have of them.
-            generating, waiting = self._on_any_copy(
-                engine.has_unfinished and len(finished) < len(requests), samples.waiting
-            )
+            generating = self._engine.has_unfinished and len(finished) < num_requests
+            generating, waiting = self._on_any_copy(generating, samples.waiting)
             idle = not (generating or waiting)
-            if idle if quota is None else quota.is_met(finished, idle):
-                break
+            if samples.goal.is_met(finished, idle):
+                return generated
             if generating:
-                self._take(engine.step(), samples, share)
-                samples.harnesses.show(engine)
+                samples.step()
                 generated = time.perf_counter()
             else:
                 await samples.wait(_WAIT_SECONDS)
-            if not generating or self._heeds_answers(steps):
-                samples.submit_turns(engine)
+            if not generating or self._heeds_answers_at_once or steps % _EXCHANGE_EVERY == 0:
+                samples.submit_turns()
             if self._must_stop(steps + 1):
-                generated = None
-                break
+                return None
             # Let the connections to the environment server move; where other replicas still generate, let them.
             await asyncio.sleep(_LOOK_AGAIN_SECONDS if idle else 0)
-        if generated is None or quota is not None or self._harnesses is not None:
-            engine.abort()
-        return generated
-
-    def _begin(self, requests: Sequence[Request], samples: _Samples, share: Share | None) -> None:
-        """Submit what no earlier start has answered."""
-        leads, take_up = samples.harnesses.leads, samples.conversations.take_up
-        new = [request for request in requests if not take_up(request, of_harness=leads(request))]
-        if len(new) < len(requests):
-            logger.info("%d of %d groups were answered before", len(requests) - len(new), len(requests))
-        for request in (request for request in new if not is_generated(request)):
-            if leads(request):
-                samples.harnesses.start(request)
-            else:
-                self._engine.submit(replace(request, goes_on=samples.conversations.goes_on(request)))
-        self._take([(request, request.begun) for request in new if is_generated(request)], samples, share)
-
-    def _take(self, done: Sequence[Completed], samples: _Samples, share: Share | None) -> None:
-        """Hand over what is generated, as far as the step takes it."""
-        for request, (completion,) in ((request, found) for request, found in done if request.call is not None):
-            samples.harnesses.add_answer(request, completion)
-        done = [(request, completions) for request, completions in done if request.call is None]
-        for request, completions in done if share is None else share.take(done, self._engine):
-            samples.conversations.add_turn(request, completions)
 
     def _on_any_copy(self, *facts: bool) -> tuple[bool, ...]:
-        """Which of them hold for any of the model copies that share experts; the ranks of one copy know the same."""
+        """Return which facts hold for any model copy that shares experts; the ranks of one copy know the same."""
         groups = self._groups
         if groups.lockstep_group.size() == groups.model_group.size():
             return facts
         agreed = max_over({str(number): fact for number, fact in enumerate(facts)}, groups.lockstep_group)
         return tuple(map(bool, agreed.values()))
-
-    def _heeds_answers(self, steps: int) -> bool:
-        """At once where an answer may be a turn to generate, or concerns this rank alone."""
-        settings = self._conversations
-        if self._harnesses is not None:
-            return True
-        replies = settings is not None and any(turns > 1 for turns in settings.max_turns.values())
-        return replies or self._groups.model_group.size() == 1 or steps % _EXCHANGE_EVERY == 0
 
     def _must_stop(self, steps: int) -> bool:
         """Ranks that step together must also stop together."""
@@ -220,37 +202,74 @@ class Rollouter:
 
 @dataclass
 class _Samples:
-    """What one rollout waits for."""
+    """The samples of one rollout, between the engine and their environments."""
 
-    finished: FinishedGroups
+    engine: Engine
+    goal: Goal
     conversations: Conversations
-    harnesses: Harnesses
+    harnesses: Harnesses | None
+
+    def __post_init__(self) -> None:
+        self._parts = [self.conversations] if self.harnesses is None else [self.conversations, self.harnesses]
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Submit what no earlier start has answered."""
+        harnesses, conversations = self.harnesses, self.conversations
+        calling = {r.index for r in requests if harnesses is not None and harnesses.leads(r)}
+        new = [r for r in requests if not conversations.take_up(r, of_harness=r.index in calling)]
+        if len(new) < len(requests):
+            logger.info("%d of %d groups were answered before", len(requests) - len(new), len(requests))
+        for request in new:
+            if request.index in calling:
+                harnesses.start(request)
+            elif not request.is_generated:
+                hints = replace(request.hints, goes_on=conversations.goes_on(request))
+                self.engine.submit(replace(request, hints=hints))
+        self._take([(request, request.so_far) for request in new if request.is_generated])
+
+    def step(self) -> None:
+        """Let the engine do a step, and have what it completed judged."""
+        self._take(self.engine.step())
+
+    def _take(self, done: Sequence[Completed]) -> None:
+        for request, completions in self.goal.take(done, self.engine):
+            if request.place.call is None:
+                self.conversations.add_turn(request, completions)
+            else:
+                self.harnesses.add_answer(request, completions[0])
 
     @property
     def waiting(self) -> bool:
         """True while an environment's answer is due, the same on all ranks of a model copy."""
-        return self.conversations.waiting or self.harnesses.waiting
+        return any(part.waiting for part in self._parts)
 
-    def submit_turns(self, engine: Engine) -> None:
-        """Give the engine the turns and calls that came, and take back the calls whose clients hung up."""
-        replies, (calls, hung_up) = self.conversations.replies(), self.harnesses.calls()
-        for turn in (*replies, *calls):
-            engine.submit(turn)
-        if hung_up:
-            engine.cancel(hung_up)
+    def submit_turns(self) -> None:
+        """Give the engine the turns and calls that came; collective in a model copy."""
+        for part in self._parts:
+            part.submit_turns(self.engine)
 
     async def wait(self, seconds: float) -> None:
-        """Until an environment has answered, or has called; of the leader, the others have nothing to wait for."""
-        asked = {*self.conversations.asked, *self.harnesses.asked}
+        """Wait until an environment has answered, or has called, for ``seconds`` at most.
+
+        Of the leader of a model copy; the others have nothing to wait for.
+        """
+        asked, calls = self._asked, set()
         if not asked:
             return
-        call = asyncio.create_task(self.harnesses.wait_for_call(seconds))
-        await asyncio.wait({*asked, call}, return_when=asyncio.FIRST_COMPLETED)
-        call.cancel()
+        if self.harnesses is not None and self.harnesses.waiting:
+            calls = {asyncio.create_task(self.harnesses.wait_for_call(seconds))}
+        await asyncio.wait(asked | calls, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for call in calls:
+            call.cancel()
 
     async def cancel(self) -> None:
         """Ask no more; the last call."""
-        asked = {*self.conversations.asked, *self.harnesses.asked}
+        asked = self._asked
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+
+    @property
+    def _asked(self) -> set[asyncio.Task]:
+        """What environments are doing; of the leader."""
+        return set().union(*(part.asked for part in self._parts))

@@ -19,7 +19,7 @@ _MOST_RANKS_SHOWN = 32
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> dict[str, float]:
-    """Lengths and endings under verl's names, and the mean of every metric the graders report.
+    """Return lengths and endings under verl's names, and the mean of every metric the graders report.
 
     Lengths, turns and endings are of whole samples, all their sequences together.
     """
@@ -61,7 +61,7 @@ def lengths_and_seconds(
     num_groups: int,
     rollout_group: dist.ProcessGroup,
 ) -> tuple[list[float], list[float]]:
-    """Mean tokens of the samples' completions of each of the step's groups, and each replica's seconds of generation.
+    """Return the mean tokens of a sample of each of the step's groups, and each replica's seconds of generation.
 
     ``answered`` are this replica's groups by number, ``seconds`` its own.
 
@@ -78,7 +78,7 @@ def lengths_and_seconds(
 
 
 def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
-    """Share of the slowest rank's generation that each replica did not generate in, and their mean.
+    """Return the share of the slowest replica's time that each one did not generate in, and their mean.
 
     Empty on one rank, which waits for nobody.
     """
@@ -92,7 +92,7 @@ def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def engine_metrics(statistics: EngineStatistics, rollout_group: dist.ProcessGroup) -> dict[str, float]:
-    """What the engines did, summed over all rollout replicas."""
+    """Sum what the engines did over all rollout replicas."""
     sums = torch.tensor(list(vars(statistics).values()), dtype=torch.float64)
     dist.all_reduce(sums, group=rollout_group)
     total = EngineStatistics(*sums.tolist())
@@ -105,6 +105,29 @@ def engine_metrics(statistics: EngineStatistics, rollout_group: dist.ProcessGrou
     }
 
 
+def staleness_metrics(
+    groups: Sequence[RolloutGroup], policy_version: int, replicas: dist.ProcessGroup
+) -> dict[str, float]:
+    """Measure how many of the tokens are of older weights, and by how many steps; over all replicas."""
+    ages = [
+        (policy_version - version, size)
+        for group in groups for rollout in group.rollouts for completion in rollout.completions
+        for version, size in completion.stretches
+    ]  # fmt: skip
+    local = torch.tensor([
+        sum(size for _, size in ages),
+        sum(size for age, size in ages if age > 0),
+        sum(age * size for age, size in ages),
+        max((age for age, size in ages if size), default=0),
+    ])
+    tokens, stale, total, largest = torch.stack(gather_vectors(local, replicas)).unbind(1)
+    return {
+        "rollout/stale_token_share": float(stale.sum() / tokens.sum().clamp_min(1)),
+        "rollout/token_lag_mean": float(total.sum() / stale.sum().clamp_min(1)),
+        "rollout/token_lag_max": float(largest.max()),
+    }
+
+
 @dataclass(frozen=True)
 class Failures:
     """Grades of a step that failed, over all rollout replicas."""
@@ -114,9 +137,17 @@ class Failures:
     example: str
     """The message of one of them: of a server that died, the end of its log."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{code} {count}" for code, count in self.counts.items())
+
+    @property
+    def last_words(self) -> str:
+        """The example, to end an error message with; empty without one."""
+        return f"; one of them: {self.example}" if self.example else ""
+
 
 def failures_of(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> Failures:
-    """Counts the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
+    """Count the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
     grades = [r.grade for g in groups for r in g.rollouts if r.grade.failed]
     counts = _summed(Counter(grade.code for grade in grades), rollout_group)
     longest = max((grade.message for grade in grades), key=len, default="")
@@ -132,24 +163,23 @@ def refuse_failures(failures: Failures, samples: int, largest_share: float) -> N
     failed = sum(failures.counts.values())
     if failed <= largest_share * samples:
         return
-    counts = ", ".join(f"{code} {count}" for code, count in failures.counts.items())
     raise EnvironmentFault(
-        f"{failed} of {samples} grades failed ({counts}), more than the "
-        f"{largest_share:.0%} allowed; see logs/ of the run directory, or raise --rl-max-failed-share"
-        + (f"; one of them: {failures.example}" if failures.example else "")
+        f"{failed} of {samples} grades failed ({failures}), more than the {largest_share:.0%} allowed; "
+        f"see logs/ of the run directory, or raise --rl-max-failed-share{failures.last_words}"
     )
 
 
 def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFault:
-    """The error of an evaluation in which ``environments`` have graded nothing."""
-    counts = ", ".join(f"{code} {count}" for code, count in failures.counts.items())
+    """Return the error of an evaluation in which ``environments`` have graded nothing."""
     names = ", ".join(map(repr, environments))
-    text = f"the evaluation has no result on {names}: every grade failed ({counts}); see logs/ of the run directory"
-    return EnvironmentFault(f"{text}; one of them: {failures.example}" if failures.example else text)
+    return EnvironmentFault(
+        f"the evaluation has no result on {names}: every grade failed ({failures}); see logs/ of the run directory"
+        f"{failures.last_words}"
+    )
 
 
 def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[str, float]:
-    """Sums of what every rank counted at its environment server, and of failed grades by error code.
+    """Sum what every rank counted at its environment server, and failed grades by error code.
 
     Collective over the whole job, not over one copy of the model: any rank may keep a server.
     """
@@ -161,7 +191,7 @@ def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[s
 def reward_by_environment(
     groups: Sequence[RolloutGroup], signal: Sequence[bool], rollout_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Mean reward of the graded samples of each environment, and share of its groups with signal; collective.
+    """Return each environment's mean reward of graded samples, and share of groups with signal; collective.
 
     ``signal`` is of this replica's ``groups``, as the advantage has it.
     """

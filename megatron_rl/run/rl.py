@@ -12,19 +12,19 @@ from pathlib import Path
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.extension import advantage_of, filter_of
 from megatron_rl.algorithms.objective import PolicyObjective
+from megatron_rl.checkpoint.state import StateRegistry
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.inference.staged import StagedEngine
+from megatron_rl.inference.staged import StagedEngine, StagedRouting
 from megatron_rl.models.attention.kv_format import rounded_attention
 from megatron_rl.models.routing import BalanceLosses
-from megatron_rl.rollout.collector import Collector, DynamicSampling, StepRollouts
-from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.rollout.journal import RolloutJournal, StepJournal
-from megatron_rl.rollout.partial import PartialRollouts
-from megatron_rl.rollout.prompt_source import PromptSource
-from megatron_rl.rollout.staged_routing import StagedRouting
+from megatron_rl.rollout.collector import Collector, StepRollouts
+from megatron_rl.rollout.dynamic_sampling import DynamicCollector, DynamicSampling
+from megatron_rl.rollout.journal import ExtraGroups, RolloutJournal, StepJournal
+from megatron_rl.rollout.partial import PartialCollector, PartialRollouts, UnfinishedGroups
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory
+from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, reward_by_environment, rollout_metrics
 from megatron_rl.run.base import Run
 from megatron_rl.run.chats import PromptFormats
@@ -136,18 +136,7 @@ def build(base: Run) -> RLRun:
     engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
     rollouter, algorithm = build_rollouter(base, engine), config.algorithm
-    collector = Collector(
-        source, factory, rollouter, groups,
-        expected_lengths=states.register("expected_lengths", ExpectedLengths(), optional=True),
-        prompts_per_step=algorithm.grpo_prompts_per_step,
-        group_size=algorithm.grpo_group_size,
-        max_failed_share=config.environment.rl_max_failed_share,
-        dynamic=_dynamic_sampling(config),
-        wants_routing=config.rollout.rl_router_replay,
-        partial=_partial_rollouts(config),
-    )  # fmt: skip
-    states.register("surplus", collector.extra_groups, optional=True)
-    states.register("put_aside", collector.unfinished, optional=True)
+    collector = _collector(base, states, source, factory, rollouter)
     evaluates = config.training.eval_interval is not None
     scorer = build_scorer(config, policy, groups, BalanceLosses.of(config, policy.device))
     advantage = advantage_of(config)
@@ -179,20 +168,34 @@ def _critic(base: Run, critic: Optimization | None) -> Critic | None:
     return Critic(critic, scorer, ValueObjective(base.config.critic.rl_critic_clip_range))
 
 
-def _dynamic_sampling(config: RLConfig) -> DynamicSampling | None:
-    algorithm = config.algorithm
-    if not algorithm.rl_dynamic_sampling:
-        return None
-    extra_lag = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
-    return DynamicSampling(filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, extra_lag)
-
-
-def _partial_rollouts(config: RLConfig) -> PartialRollouts | None:
-    algorithm = config.algorithm
-    if not algorithm.rl_partial_rollouts:
-        return None
-    finishes = algorithm.rl_stale_samples == "finish"
-    return PartialRollouts(algorithm.rl_oversampling, int(algorithm.rl_generation_lag), finishes)
+def _collector(
+    base: Run, states: StateRegistry, source: PromptSource, factory: RequestFactory, rollouter: Rollouter
+) -> Collector:
+    config, algorithm = base.config, base.config.algorithm
+    parts = {
+        "source": source,
+        "factory": factory,
+        "rollouter": rollouter,
+        "groups": base.groups,
+        "expected_lengths": states.register("expected_lengths", ExpectedLengths(), optional=True),
+        "prompts_per_step": algorithm.grpo_prompts_per_step,
+        "group_size": algorithm.grpo_group_size,
+        "max_failed_share": config.environment.rl_max_failed_share,
+        "wants_routing": config.rollout.rl_router_replay,
+        "extra_groups": states.register("surplus", ExtraGroups(), optional=True),
+    }
+    unfinished = states.register("put_aside", UnfinishedGroups(), optional=True)
+    if algorithm.rl_dynamic_sampling:
+        max_staleness = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
+        dynamic = DynamicSampling(
+            filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, max_staleness
+        )
+        return DynamicCollector(**parts, dynamic=dynamic)
+    if algorithm.rl_partial_rollouts:
+        finishes = algorithm.rl_stale_samples == "finish"
+        rollouts = PartialRollouts(algorithm.rl_oversampling, int(algorithm.rl_generation_lag), finishes)
+        return PartialCollector(**parts, partial=rollouts, unfinished=unfinished)
+    return Collector(**parts)
 
 
 def _parity_gate(base: Run, scorer: Scorer, engine: Engine) -> ParityGate:

@@ -38,7 +38,7 @@ def in_turn_and_by_length() -> dict[str, Any]:
     requests = [run.collector.factory.request(draw, size, number) for number, draw in enumerate(draws)]
     in_turn = requests[groups.data_group.rank() :: groups.data_group.size()]
     first = generate(run, in_turn)
-    done = StepRollouts(draws, first.finished, generate_seconds=first.generate_seconds)
+    done = StepRollouts(0, draws, first.finished, generate_seconds=first.generate_seconds)
     idle = run.collector.commit(done)
     by_length = run.collector.requests_of_this_rank(draws)
     second = generate(run, by_length)

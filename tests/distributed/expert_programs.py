@@ -19,6 +19,7 @@ from megatron_rl.platform.collectives import any_rank
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.types import Hints, Place
 from tests.support.generation import END, letters, ragged_requests, rollout_engine
 from tests.support.tape import taped
 from tests.support.tiny import SHAPES, single_thread, tiny_config, tiny_policy
@@ -58,12 +59,12 @@ def complete(
         with rollout_mode(policy), quantization.rollout():
             engine.begin(1, 0)
             for one in mine:
-                engine.submit(replace(one, wants_routing=True))
+                engine.submit(replace(one, hints=Hints(wants_routing=True)))
             if mine and groups.shares_experts:  # a call besides, which is cancelled where it has no answer yet
-                engine.submit(replace(mine[-1], index=-1, num_samples=1, turn=1, call=7))
+                engine.submit(replace(mine[-1], index=-1, num_samples=1, place=Place(turn=1, call=7)))
             while any_rank(engine.has_unfinished, groups.lockstep_group):
                 for request, completions in engine.step():
-                    if request.call is not None:
+                    if request.place.call is not None:
                         answered_calls += 1
                         continue
                     answers[request.index] = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.algorithms.filters import signal
 from megatron_rl.platform.groups import shut_down
-from megatron_rl.rollout.quota import Quota
+from megatron_rl.rollout.dynamic_sampling import Quota
 from tests.distributed.programs import join
 from tests.support.rollouts import graded_group
 

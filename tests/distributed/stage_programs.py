@@ -24,7 +24,7 @@ from megatron_rl.platform import current_platform
 from megatron_rl.platform.collectives import StageMessages
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.types import Completion, Request
+from megatron_rl.types import Completion, Hints, Place, Request
 from tests.support.generation import END, drain, drain_with_pauses, letters, ragged_requests
 from tests.support.tape import EagerRecorder, taped
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
@@ -89,7 +89,7 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 16} | dict(case.get("requests", {}))
     # At least `FEWEST_ROWS` tokens: a shorter prompt computed alone adds up in another order, on one rank as well.
     requests = [
-        replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids), wants_routing=replay)
+        replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids), hints=Hints(wants_routing=replay))
         for one in ragged_requests(**wanted)
     ]
     recipe = case.get("recipe")
@@ -186,13 +186,15 @@ def build(policy: PolicyModel, options: EngineOptions, groups: ParallelGroups) -
 
 def drain_cancelling(engine: Engine, requests: list[Request]) -> list[tuple[Completion, ...]]:
     """As `drain`, beside calls that are cancelled one by one, a step of the engine after each other."""
-    calls = [replace(one, index=100 + one.index, num_samples=1, turn=1, call=one.index) for one in requests]
+    calls = [
+        replace(one, index=100 + one.index, num_samples=1, place=Place(turn=1, call=one.index)) for one in requests
+    ]
     for call in calls:
         engine.submit(call)
     found = {}
     for call in calls:
         found |= {done.index: group for done, group in engine.step()}
-        engine.cancel([call.call])
+        engine.cancel([call.place.call])
     while engine.has_unfinished:
         found |= {done.index: group for done, group in engine.step()}
     return [found[request.index] for request in requests]
@@ -204,7 +206,7 @@ def second_turns(
     """Every sample goes on after two tokens that it reads."""
     later = [
         replace(
-            request, prompt_ids=(*request.prompt_ids, *done.token_ids, 5, 7), num_samples=1, first_sample=sample, turn=1
+            request, prompt_ids=(*request.prompt_ids, *done.token_ids, 5, 7), num_samples=1, place=Place(sample, turn=1)
         )
         for request, group in zip(requests, completions, strict=True)
         for sample, done in enumerate(group)
@@ -213,8 +215,8 @@ def second_turns(
         engine.submit(request)
     found = {}
     while engine.has_unfinished:
-        found |= {(done.index, done.first_sample): group for done, group in engine.step()}
-    return [found[request.index, request.first_sample] for request in later]
+        found |= {(done.index, done.place.first_sample): group for done, group in engine.step()}
+    return [found[request.index, request.place.first_sample] for request in later]
 
 
 def uneven_vectors(policy: PolicyModel) -> None:

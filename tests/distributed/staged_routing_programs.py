@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.inference.staged import StagedRouting
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.rollout.journal import RolloutJournal
-from megatron_rl.rollout.staged_routing import StagedRouting
 from tests.support.rollouts import graded_group, request_of, with_routing
 from tests.support.tiny import tiny_config
 

@@ -94,8 +94,8 @@ def drain_with_pauses(engine: Engine, requests: Sequence[Request], seed: int) ->
         put_aside, steps = engine.interrupt(), steps + 1
         engine.begin(seed, steps)
         for request in put_aside:
-            if all(sample.finish_reason for sample in request.begun):
-                finished[request.index] = request.begun
+            if all(sample.finish_reason for sample in request.so_far):
+                finished[request.index] = request.so_far
             else:
                 engine.submit(request)
     assert steps > 3, "nothing was interrupted"

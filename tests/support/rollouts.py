@@ -13,6 +13,7 @@ from megatron_rl.types import (
     Completion,
     FinishReason,
     Grade,
+    Hints,
     Request,
     Rollout,
     RolloutGroup,
@@ -83,5 +84,5 @@ def request_of(group: RolloutGroup, index: int) -> Request:
     """The request that ``group`` answers, with experts if it has them."""
     wants = group.rollouts[0].completion.routing is not None
     return Request(
-        group.source, group.prompt_ids, len(group.rollouts), SamplingParams(), index, wants_routing=wants
+        group.source, group.prompt_ids, len(group.rollouts), SamplingParams(), index, hints=Hints(wants_routing=wants)
     )

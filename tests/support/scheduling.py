@@ -15,6 +15,7 @@ from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
 from megatron_rl.inference.sequence import SequenceGroup, SequenceStatus
+from megatron_rl.types import Hints, Place
 from tests.support.generation import request
 
 GARBAGE = -1
@@ -92,7 +93,7 @@ class Twin:
         number, samples = len(self.wanted), len(wanted.lengths)
         asked = replace(
             request(wanted.prompt, samples, number, max_new_tokens=wanted.limit),
-            expected_tokens=wanted.expected, goes_on=wanted.goes_on, turn=int(wanted.later_turn),
+            hints=Hints(wanted.expected, wanted.goes_on), place=Place(turn=int(wanted.later_turn)),
         )  # fmt: skip
         self.groups.append(SequenceGroup(number, asked, [0] * samples))
         for sample in self.groups[number].sequences:
@@ -213,7 +214,7 @@ class Twin:
             wanted = self.wanted[sample.group.number]
             assert sample.sample not in wanted.answers, "a sample finished twice"
             wanted.answers[sample.sample] = text[len(wanted.prompt) :]
-            if sample.group.is_finished:
+            if not sample.group.open_sequences:
                 finished.append(sample.group.number)
         return finished
 

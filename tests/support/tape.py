@@ -180,7 +180,7 @@ def taped(
 ) -> TapeRecorder:
     """Put a tape in front of the engine's decode step, of ``sizes`` or those that a GPU would have."""
     recorder = TapeRecorder()
-    sizes = sizes or graph_sizes(engine.max_batch_size, most=16)
+    sizes = sizes or graph_sizes(engine.max_batch_size, max_sizes=16)
     engine.runner.graphs = DecodeGraphs(engine.runner, policy, recorder, sizes, key_lengths)
     return recorder
 

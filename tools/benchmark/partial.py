@@ -25,9 +25,9 @@ from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
 from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
 from megatron_rl.platform import current_platform
-from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.rollout.partial import PartialRollouts, Share, is_generated, share_of
-from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
+from megatron_rl.rollout.partial import PartialGoal, PartialRollouts, goal_of
+from megatron_rl.rollout.prompt_source import ExpectedLengths
+from megatron_rl.types import Hints, Request, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import (
     SPEED,
     benchmark_config,
@@ -93,22 +93,22 @@ class Rollouts:
             self.drawn += 1
         requests = [replace(request, index=place) for place, request in enumerate(self.begun)]
         due = set() if self.settings is None else self.settings.due(requests, self.version, self.wanted)
-        share = share_of(requests, due, self.wanted, ExpectedLengths(), 0, 1)
-        tokens = self._generate(share)
+        goal = goal_of(requests, due, self.wanted, ExpectedLengths(), 0, 1)
+        tokens = self._generate(goal)
         self.work += self.engine.statistics
-        self.begun = sorted(share.unfinished, key=lambda request: request.index)
+        self.begun = sorted(goal.unfinished, key=lambda request: request.index)
         self.version += 1
         return tokens
 
-    def _generate(self, share: Share) -> int:
+    def _generate(self, goal: PartialGoal) -> int:
         tokens, engine = 0, self.engine
         with rollout_mode(self.policy):
             engine.begin(self.version, self.version)
-            for request in share.requests:
-                if not is_generated(request):
-                    engine.submit(replace(request, expected_tokens=self.sampling.max_new_tokens))
-            generated = [(request, request.begun) for request in share.requests if is_generated(request)]
-            taken = share.take(generated, engine)
+            for request in goal.requests:
+                if not request.is_generated:
+                    engine.submit(replace(request, hints=Hints(self.sampling.max_new_tokens)))
+            generated = [(request, request.so_far) for request in goal.requests if request.is_generated]
+            taken = goal.take(generated, engine)
             while True:
                 for _, completions in taken:
                     tokens += sum(len(completion.token_ids) for completion in completions)
@@ -116,7 +116,7 @@ class Rollouts:
                     self.lags += [self.version - version for version, size in stretches for _ in range(size)]
                 if not engine.has_unfinished:
                     return tokens
-                taken = share.take(engine.step(), engine)
+                taken = goal.take(engine.step(), engine)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,10 +13,10 @@ from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.kv_cache import shared_out
 from megatron_rl.inference.scheduler import Scheduler
-from megatron_rl.inference.sequence import SequenceStatus
+from megatron_rl.inference.sequence import Sequence, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.types import Completion, Request
+from megatron_rl.types import Completion, Hints, Place, Request
 from tests.support.generation import letters, ragged_requests, request, rollout_engine
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -29,7 +29,7 @@ def either(request: pytest.FixtureRequest, one_rank: object) -> PolicyModel:
 
 
 def as_calls(requests: list[Request]) -> list[Request]:
-    return [replace(one, call=one.index, goes_on=True) for one in requests]
+    return [replace(one, place=replace(one.place, call=one.index), hints=Hints(goes_on=True)) for one in requests]
 
 
 def answers(
@@ -44,7 +44,7 @@ def answers(
         while engine.has_unfinished:
             if steps >= after and left:
                 engine.cancel([left.pop(0)])
-            found |= {done.call: completion for done, (completion,) in engine.step()}
+            found |= {done.place.call: completion for done, (completion,) in engine.step()}
             steps += 1
     return found
 
@@ -58,7 +58,7 @@ def test_the_others_say_the_same(either: PolicyModel, options: dict[str, int], a
     """Two of them have the prompt of one that is cancelled, as the choices of one request have."""
     ragged = ragged_requests(5, longest_prompt=24, max_new_tokens=24)
     choices = [request(PROMPT, 1, 5 + n, max_new_tokens=24) for n in range(3)]
-    wanted = as_calls([*ragged, *(replace(one, branch=n) for n, one in enumerate(choices))])
+    wanted = as_calls([*ragged, *(replace(one, place=Place(branch=n)) for n, one in enumerate(choices))])
     whole = answers(either, rollout_engine(either, stop_ids=()), wanted)
     engine = rollout_engine(either, stop_ids=(), steps_per_host_read=2, **options)
     kept = answers(either, engine, wanted, cancelled=(5, 1, 3), after=after)
@@ -72,7 +72,12 @@ def test_the_others_say_the_same(either: PolicyModel, options: dict[str, int], a
 def test_every_state_is_cancelled(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three calls in two rows one runs, of one the prompt is half computed, and one waits."""
     sequences, add = {}, Scheduler.add
-    monkeypatch.setattr(Scheduler, "add", lambda self, one: (sequences.update({one.request.call: one}), add(self, one)))
+
+    def added(scheduler: Scheduler, one: Sequence) -> None:
+        sequences[one.request.place.call] = one
+        add(scheduler, one)
+
+    monkeypatch.setattr(Scheduler, "add", added)
     engine = rollout_engine(policy, max_batch_size=2, prefill_token_budget=6, steps_per_host_read=1, stop_ids=())
     prompts = PROMPT[:4], PROMPT, PROMPT
     wanted = as_calls([request(prompt, 1, n, max_new_tokens=24) for n, prompt in enumerate(prompts)])

@@ -11,7 +11,7 @@ import torch
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
-from megatron_rl.types import Completion, Request
+from megatron_rl.types import Completion, Hints, Place, Request
 from tests.support.generation import (
     drain,
     generate,
@@ -163,7 +163,7 @@ def test_the_last_row_is_computed_alone(either: PolicyModel) -> None:
 
 def test_where_work_stands_in_the_queue_changes_no_token(policy: PolicyModel) -> None:
     plain = ragged_requests(9, num_samples=2, max_new_tokens=20)
-    hinted = [replace(r, turn=i % 2, expected_tokens=(i * 7) % 20 + 1) for i, r in enumerate(plain)]
+    hinted = [replace(r, place=Place(turn=i % 2), hints=Hints((i * 7) % 20 + 1)) for i, r in enumerate(plain)]
     engine = rollout_engine(policy, max_batch_size=4)
     assert tokens(generate(policy, engine, hinted)) == tokens(generate(policy, engine, plain))
 
@@ -186,7 +186,7 @@ def two_turns(
         for wanted, group in zip(first, drain(engine, first), strict=True):
             for sample, said in enumerate(group):
                 prompt = wanted.prompt_ids + said.token_ids + (6, 11, 8)
-                numbers = {"num_samples": 1, "first_sample": sample, "index": 100 * wanted.index + sample, "turn": 1}
+                numbers = {"num_samples": 1, "index": 100 * wanted.index + sample, "place": Place(sample, turn=1)}
                 later.append(replace(wanted, prompt_ids=prompt, **numbers))
         before = engine.statistics.prefill_tokens
         turns = {}
@@ -200,7 +200,7 @@ def two_turns(
 @pytest.mark.parametrize("slots", [3, 8])
 def test_a_later_turn_goes_on_from_the_cache(either: PolicyModel, slots: int) -> None:
     first = ragged_requests(2, num_samples=4, longest_prompt=16, seed=3, max_new_tokens=14)
-    first = [replace(wanted, goes_on=True) for wanted in first]
+    first = [replace(wanted, hints=Hints(goes_on=True)) for wanted in first]
     options = {"max_batch_size": slots, "block_size": 4, "stop_ids": ()}
     plain, everything = two_turns(either, rollout_engine(either, reuse_prefixes=False, **options), first)
     engine = rollout_engine(either, **options)
@@ -221,7 +221,8 @@ def test_what_makes_room_for_another_turn_is_kept(policy: PolicyModel, waves: tu
     Of the turns together the second goes on from what the first has moved.
     """
     lengths = 30, 26, 22, 18, 18
-    first = [replace(request([n, *range(3, n)], 1, i, max_new_tokens=4), goes_on=True) for i, n in enumerate(lengths)]
+    first = [request([n, *range(3, n)], 1, i, max_new_tokens=4) for i, n in enumerate(lengths)]
+    first = [replace(wanted, hints=Hints(goes_on=True)) for wanted in first]
     plain, everything = two_turns(policy, rollout_engine(policy, reuse_prefixes=False, stop_ids=()), first)
     engine = rollout_engine(policy, stop_ids=())
     turns, computed = two_turns(policy, engine, first, waves)

@@ -13,7 +13,7 @@ from megatron_rl.inference import graphs
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graphs_of, possible_graphs
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.types import Completion
+from megatron_rl.types import Completion, Hints
 from tests.support.generation import generate, largest_gap, ragged_requests, rollout_engine, tokens
 from tests.support.quantized import disturb, linears_of
 from tests.support.tape import TapeRecorder, requests_of_a_step, taped
@@ -52,7 +52,7 @@ def test_grouped_experts_have_graphs(recipe: str, one_rank: object, monkeypatch:
     assert possible_graphs(GRAPHS, on_cuda(policy)) == GRAPHS
     assert isinstance(graphs_of(engine.runner, on_cuda(policy), 16), DecodeGraphs)
     recorder = taped(engine, policy, key_lengths=(48,))  # how far a burst reaches depends on who ends when
-    wanted = [dataclasses.replace(one, wants_routing=True) for one in requests_of_a_step()]
+    wanted = [dataclasses.replace(one, hints=Hints(wants_routing=True)) for one in requests_of_a_step()]
     linears = linears_of(policy, recipe)
     found, steps = [], 0
     for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.inference.output_processor import OutputProcessor
+from megatron_rl.inference.batch_state import OutputProcessor
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from tests.support.generation import generate, request, rollout_engine
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.errors import EngineError
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.types import Completion, Request
@@ -111,10 +110,10 @@ def test_what_was_finished_stays_as_it_was(policy: PolicyModel) -> None:
         while engine.statistics.completions == 0:
             engine.step()
         (begun,) = engine.interrupt()
-    kinds = {(sample.finish_reason is not None, bool(sample.token_ids)) for sample in begun.begun}
+    kinds = {(sample.finish_reason is not None, bool(sample.token_ids)) for sample in begun.so_far}
     assert kinds == {(True, True), (False, True), (False, False)}
     (group,) = generate(policy, engine, [begun], version=4)
-    for before, after in zip(begun.begun, group, strict=True):
+    for before, after in zip(begun.so_far, group, strict=True):
         if before.finish_reason is not None:
             assert after == before
         else:
@@ -155,24 +154,3 @@ def test_only_what_is_drawn_now_is_counted(policy: PolicyModel) -> None:
     assert (counted.generated_tokens, counted.completions) == (12, 2)
     assert counted.recomputed_tokens == 2 * (len(PROMPT) + 4)
     assert counted.generated_tokens - counted.completions == counted.decode_steps * 2
-
-
-@pytest.mark.parametrize(
-    ("begun", "text"),
-    [
-        ([5], "2 samples of at most 10 tokens cannot go on from 1, of which those to be finished have [5] tokens"),
-        ([5, 10], "cannot go on from 2, of which those to be finished have [5, 10] tokens"),
-    ],
-)
-def test_samples_that_cannot_go_on_are_refused(policy: PolicyModel, begun: list[int], text: str) -> None:
-    samples = tuple(Completion((7,) * length, (-1.0,) * length, None, 0) for length in begun)
-    with pytest.raises(EngineError) as refused:
-        rollout_engine(policy).submit(replace(request(PROMPT, 2, max_new_tokens=10), begun=samples))
-    assert text in str(refused.value)
-
-
-def test_a_group_that_is_finished_is_refused(policy: PolicyModel) -> None:
-    """No step would give it back."""
-    done = Completion((7,), (-1.0,), "stop", 0)
-    with pytest.raises(EngineError, match="those to be finished have no tokens"):
-        rollout_engine(policy).submit(replace(request(PROMPT, 1, max_new_tokens=10), begun=(done,)))

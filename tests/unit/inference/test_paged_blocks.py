@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
 from megatron_rl.inference.sequence import SequenceGroup
+from megatron_rl.types import Hints
 from tests.support.generation import request
 
 TEXT = tuple(range(100, 120))
@@ -85,7 +86,7 @@ def test_a_page_is_not_found_behind_a_beginning_that_was_written_anew() -> None:
 def group(prompt: Sequence[int], samples: int, longest: int, expected: int, preempted: bool = False) -> SequenceGroup:
     """Of samples with ``longest`` tokens at most and ``expected`` ones, prompt included; the last drawn is not fed."""
     new = longest + 1 - len(prompt)
-    asked = replace(request(prompt, samples, max_new_tokens=new), expected_tokens=expected + 1 - len(prompt))
+    asked = replace(request(prompt, samples, max_new_tokens=new), hints=Hints(expected + 1 - len(prompt)))
     made = SequenceGroup(0, asked, [0] * samples)
     for sequence in made.sequences:
         sequence.preempted = preempted

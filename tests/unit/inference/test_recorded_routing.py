@@ -17,7 +17,7 @@ from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.types import Completion, Request
+from megatron_rl.types import Completion, Hints, Place, Request
 from tests.support.generation import (
     drain,
     generate,
@@ -49,7 +49,7 @@ def policy(one_rank: object, request: pytest.FixtureRequest) -> PolicyModel:
 
 
 def wanting(requests: Sequence[Request]) -> list[Request]:
-    return [replace(wanted, wants_routing=True) for wanted in requests]
+    return [replace(wanted, hints=Hints(wants_routing=True)) for wanted in requests]
 
 
 def recording(policy: PolicyModel, **options: object) -> RolloutEngine:
@@ -103,15 +103,15 @@ def test_a_prompt_that_was_in_the_cache(policy: PolicyModel, one_rank: ParallelG
 def test_the_later_turns_of_a_conversation(policy: PolicyModel, one_rank: ParallelGroups) -> None:
     """The last turn has the experts of the whole conversation: the last token of the first turn is fed with it."""
     first = wanting(ragged_requests(2, num_samples=4, longest_prompt=16, max_new_tokens=14, seed=3))
-    first = [replace(wanted, goes_on=True) for wanted in first]
+    first = [replace(wanted, hints=replace(wanted.hints, goes_on=True)) for wanted in first]
     engine = recording(policy, max_batch_size=8, stop_ids=())
     with rollout_mode(policy):
         engine.begin(1, 0)
         for wanted in first:
             engine.submit(wanted)
         later = [
-            replace(wanted, prompt_ids=wanted.prompt_ids + said.token_ids + (6, 11, 8), num_samples=1, turn=1,
-                    first_sample=sample, index=10 * wanted.index + sample)
+            replace(wanted, prompt_ids=wanted.prompt_ids + said.token_ids + (6, 11, 8), num_samples=1,
+                    place=Place(sample, turn=1), index=10 * wanted.index + sample)
             for wanted, group in zip(first, drain(engine, first), strict=True)
             for sample, said in enumerate(group)
         ]  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import SequenceGroup, SequenceStatus
+from megatron_rl.types import Hints, Place
 from tests.support.generation import request
 
 
@@ -28,7 +29,7 @@ def add(
 ) -> SequenceGroup:
     """Prompts of different requests have no token in common."""
     prompt = tuple(1000 * number + i for i in range(prompt_length))
-    asked = replace(request(prompt, samples, max_new_tokens=new), expected_tokens=expected, turn=turn)
+    asked = replace(request(prompt, samples, max_new_tokens=new), hints=Hints(expected), place=Place(turn=turn))
     group = SequenceGroup(number, asked, [0] * samples)
     for sequence in group.sequences:
         sequence.preempted = preempted
@@ -86,7 +87,7 @@ def test_a_group_larger_than_the_rows_is_admitted_in_parts() -> None:
     plan = scheduler(4)
     group = add(plan, 7, 5, samples=10)
     seen = []
-    while not group.is_finished:
+    while group.open_sequences:
         (chunk,) = plan.plan()
         seen += [sequence.sample for sequence in chunk.sequences]
         release(plan, list(chunk.rows))

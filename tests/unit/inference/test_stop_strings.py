@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.inference.output_processor import truncate_at_stop
+from megatron_rl.inference.batch_state import truncate_at_stop
 
 PIECES = ["a", "b", "</", "answer", ">", ">y", "", "\n\nQ:"]
 

@@ -12,12 +12,11 @@ from megatron_rl.algorithms.filters import signal
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.collector import Collector, DynamicSampling
-from megatron_rl.rollout.expected_length import ExpectedLengths
+from megatron_rl.rollout.collector import Collector
+from megatron_rl.rollout.dynamic_sampling import DynamicCollector, DynamicSampling
 from megatron_rl.rollout.journal import ExtraGroups, StepJournal
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory, TaskPool
-from megatron_rl.rollout.quota import Quota
-from megatron_rl.rollout.rollouter import RolloutResult
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, TaskPool
+from megatron_rl.rollout.rollouter import Goal, RolloutResult
 from megatron_rl.types import Request, RolloutGroup, SamplingParams, Task
 from tests.support.rollouts import graded_group
 
@@ -33,14 +32,19 @@ class Answers:
         self.known: list[str] = []
 
     def run(
-        self, requests: Sequence[Request], seed: int, policy_version: int, journal: StepJournal, quota: Quota | None
+        self,
+        requests: Sequence[Request],
+        seed: int,
+        policy_version: int,
+        journal: StepJournal,
+        goal: Goal | None = None,
     ) -> RolloutResult | None:
         self.draws.append("".join(request.source.task.id for request in requests))
         self.version = policy_version
         if len(self.draws) == self.stops_at:
             return None
         finished = {request.index: self._answer(request, journal) for request in requests}
-        while quota is not None and not quota.is_met(finished, idle=True):
+        while goal is not None and not goal.is_met(finished, idle=True):
             pass
         return RolloutResult(finished, EngineStatistics(decode_steps=1), 1.0, 0.5)
 
@@ -69,12 +73,17 @@ def source() -> PromptSource:
 
 
 def collector(
-    answers: Answers, groups: ParallelGroups, wanted: int = 3, at_once: int = 5, refills: int = 2, extra_lag: int = 0
-) -> Collector:
-    return Collector(
+    answers: Answers,
+    groups: ParallelGroups,
+    wanted: int = 3,
+    at_once: int = 5,
+    refills: int = 2,
+    max_staleness: int = 0,
+) -> DynamicCollector:
+    return DynamicCollector(
         source(), RequestFactory(SamplingParams(), 100), answers, groups, ExpectedLengths(),
         prompts_per_step=wanted, group_size=2, max_failed_share=0.5,
-        dynamic=DynamicSampling(signal.Filter(), at_once, refills, extra_lag),
+        dynamic=DynamicSampling(signal.Filter(), at_once, refills, max_staleness),
     )  # fmt: skip
 
 
@@ -92,7 +101,7 @@ def test_the_first_ones_that_count_and_the_others_come_again(one_rank: ParallelG
     assert tasks == "acd"
     assert [task.task.id for task in found.drawn] == list("abcd")
     assert sorted(found.answered) == [0, 1, 2, 3]
-    assert sorted(found.spare) == [4]
+    assert sorted(found.extra) == [4]
     assert step(made)[0] == "efg"
     assert answers.draws == ["abcde", "efghi"]
 
@@ -104,7 +113,7 @@ def test_a_refill_is_as_large_as_the_share_that_counted_suggests(one_rank: Paral
     tasks, found = step(made)
     assert tasks == "agjk"
     assert answers.draws == ["abcde", "fghij", "klmn"]
-    assert (found.refills, found.started, len(found.drawn)) == (2, 14, 11)
+    assert (found.draws - 1, found.started, len(found.drawn)) == (2, 14, 11)
     assert made.source.draw(1)[0].task.id == "l"
     assert found.statistics.decode_steps == 3
     assert (found.generate_seconds, found.grade_wait_seconds) == (3.0, 1.5)
@@ -149,7 +158,7 @@ def test_a_stop_during_a_refill_leaves_no_trace(one_rank: ParallelGroups) -> Non
 
 def test_extra_groups_are_used_by_the_next_step(one_rank: ParallelGroups) -> None:
     answers = Answers(good="abcdefg")
-    made = collector(answers, one_rank, extra_lag=1)
+    made = collector(answers, one_rank, max_staleness=1)
     _, found = step(made)
     assert made.commit(found)["perf/surplus_groups"] == 2
     resumed = ExtraGroups()
@@ -162,7 +171,7 @@ def test_extra_groups_are_used_by_the_next_step(one_rank: ParallelGroups) -> Non
 
 
 def test_extra_groups_that_are_found_again_are_kept_once(one_rank: ParallelGroups) -> None:
-    made = collector(Answers(good=LETTERS), one_rank, wanted=1, extra_lag=1)
+    made = collector(Answers(good=LETTERS), one_rank, wanted=1, max_staleness=1)
     for kept in ("bcde", "cdef"):
         made.commit(step(made)[1])
         assert [record["asked"][1] for record in made.extra_groups.state_dict()["groups"]] == list(kept)
@@ -174,7 +183,7 @@ def test_extra_groups_are_as_old_as_they_may_be_and_their_age_is_logged(
 ) -> None:
     """Of a to e one is wanted in each step: without a bound the ages would be 0, 1, 2, 3, 4, 4."""
     answers = Answers(good=LETTERS)
-    made = collector(answers, one_rank, wanted=1, extra_lag=lag)
+    made = collector(answers, one_rank, wanted=1, max_staleness=lag)
     for version, age in enumerate(ages):
         answers.known = []
         tasks, found = step(made, version)
@@ -204,12 +213,15 @@ def test_every_request_asks_for_routing_where_it_is_wanted(one_rank: ParallelGro
     for wants in (False, True):
         made.wants_routing = wants
         asked = made.requests_of_this_rank(made.source.draw(3))
-        assert [request.wants_routing for request in asked] == [wants] * 3
+        assert [request.hints.wants_routing for request in asked] == [wants] * 3
 
 
 def test_without_dynamic_sampling_every_group_counts(one_rank: ParallelGroups) -> None:
     answers = Answers(good="b")
-    made = replace(collector(answers, one_rank), dynamic=None)
+    made = Collector(
+        source(), RequestFactory(SamplingParams(), 100), answers, one_rank, ExpectedLengths(),
+        prompts_per_step=3, group_size=2, max_failed_share=0.5,
+    )  # fmt: skip
     tasks, found = step(made)
     assert tasks == "abc"
     assert answers.draws == ["abc"]

@@ -54,7 +54,7 @@ class ScriptedEngine(QueuedEngine):
 
     def answer(self, request: Request) -> tuple[Completion, ...]:
         completions = []
-        for sample in range(request.first_sample, request.first_sample + request.num_samples):
+        for sample in range(request.place.first_sample, request.place.first_sample + request.num_samples):
             turn = self._turns.get(sample, 0)
             self._turns[sample] = turn + 1
             ids = tuple(self._said[sample, turn])[: request.sampling.max_new_tokens]
@@ -136,9 +136,9 @@ def test_tokens_logprobs_and_spans_of_two_turns(harness: Harness) -> None:
     # the second turn goes on from the very tokens of the first
     later = engine.requests[1]
     assert later.prompt_ids == (*PROMPT, C, END, X, Y)
-    assert (later.num_samples, later.first_sample, later.sampling.max_new_tokens) == (1, 0, 6)
+    assert (later.num_samples, later.place.first_sample, later.sampling.max_new_tokens) == (1, 0, 6)
     # what the engine may know of it: the first turn will go on, the second holds the conversation up
-    assert [(request.turn, request.goes_on) for request in engine.requests] == [(0, True), (1, True)]
+    assert [(request.place.turn, request.hints.goes_on) for request in engine.requests] == [(0, True), (1, True)]
     assert harness.asked == [(None, Turn("c", "stop", 2, 0, False)), (0, Turn("a", "stop", 2, 1, False))]
 
 

@@ -8,8 +8,7 @@ from itertools import cycle
 from types import SimpleNamespace
 
 from megatron_rl.rollout.collector import Collector
-from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.rollout.prompt_source import RequestFactory
+from megatron_rl.rollout.prompt_source import ExpectedLengths, RequestFactory
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
 LIMIT = 100

@@ -38,13 +38,13 @@ class Engine(QueuedEngine):
 
     def cancel(self, calls: Collection[int]) -> None:
         self.cancelled += calls
-        self._waiting = [request for request in self._waiting if request.call not in calls]
+        self._waiting = [request for request in self._waiting if request.place.call not in calls]
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
         return [(request, ids("pq")) for request in filter(wanted, self._waiting)]
 
     def answer(self, request: Request) -> tuple[Completion, ...]:
-        ids = (request.prompt_ids[-1] + 1 + request.branch, 0)
+        ids = (request.prompt_ids[-1] + 1 + request.place.branch, 0)
         return (Completion(ids, (-1.0, -2.0), "stop", policy_version=4),)
 
 
@@ -121,7 +121,7 @@ def test_a_sample_of_two_calls(stage: Stage) -> None:
         assert rollout.completion.environment_spans == ((2, 3),)
         assert rollout.grade == Grade(1.0, {"calls": 2.0, "edited_histories": 0.0})
         assert rollout.text == "cxy"
-    assert sorted((r.first_sample, r.turn, r.branch) for r in stage.engine.requests) == [
+    assert sorted((r.place.first_sample, r.place.turn, r.place.branch) for r in stage.engine.requests) == [
         (sample, turn, 0) for sample in range(3) for turn in range(2)
     ]
 
@@ -194,7 +194,7 @@ def test_what_fails_is_masked_and_the_others_are_as_without(stage: Stage) -> Non
         ids("c$xy$"), (), ids("c$"), ids("c$"), ids("c$xy$")
     ]  # fmt: skip
     assert not rollouts[1].truncated, "who never spoke was not cut"
-    assert stage.engine.cancelled == [r.call for r in stage.engine.requests if r.prompt_ids == ids("abc$z")]
+    assert stage.engine.cancelled == [r.place.call for r in stage.engine.requests if r.prompt_ids == ids("abc$z")]
 
 
 def test_a_stream_is_shown_while_it_is_drawn_and_left_amid_it(stage: Stage) -> None:
@@ -211,7 +211,7 @@ def test_a_stream_is_shown_while_it_is_drawn_and_left_amid_it(stage: Stage) -> N
     (rollout,) = stage.run(play).groups[0].rollouts
     assert shown == ["pq"]
     assert (rollout.completion.token_ids, rollout.branches) == (ids("c$xy$"), ())
-    assert stage.engine.cancelled == [r.call for r in stage.engine.requests if r.prompt_ids == ids("abc$z")]
+    assert stage.engine.cancelled == [r.place.call for r in stage.engine.requests if r.prompt_ids == ids("abc$z")]
 
 
 def test_the_caller_s_limits_hold_beside_the_run_s(stage: Stage) -> None:

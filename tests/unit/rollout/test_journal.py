@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl.inference.staged import StagedRouting
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
-from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.types import (
     Branch,
     Completion,
     Grade,
+    Hints,
     Request,
     Rollout,
     RolloutGroup,
@@ -100,11 +101,11 @@ def test_the_experts_of_branches_come_back(journal: RolloutJournal) -> None:
     step.add(1, replace(known, rollouts=(replace(tree, branches=(tree.branches[0], lacking)), plain)))
     step.close()
     again = journal.open(STEP, HEADER)
-    found = again.group_for(replace(request(0), wants_routing=True))
+    found = again.group_for(replace(request(0), hints=Hints(wants_routing=True)))
     for rollout, wanted in zip(found.rollouts, known.rollouts, strict=True):
         for one, other in zip(rollout.completions, wanted.completions, strict=True):
             assert torch.equal(one.routing, other.routing)
-    assert again.group_for(replace(request(0), index=1, wants_routing=True)) is None
+    assert again.group_for(replace(request(0), index=1, hints=Hints(wants_routing=True))) is None
     assert again.group_for(request(0)) == known  # comparisons leave experts out
 
 
@@ -129,14 +130,14 @@ def test_the_experts_of_tokens_come_back(journal: RolloutJournal) -> None:
     step.add(1, group(1))
     step.close()
     again = journal.open(STEP, HEADER)
-    wanting, plain = replace(request(0), wants_routing=True), request(0)
+    wanting, plain = replace(request(0), hints=Hints(wants_routing=True)), request(0)
     for rollout, own in zip(again.group_for(wanting).rollouts, routing, strict=True):
         assert rollout.completion.routing.dtype == own.dtype
         assert torch.equal(rollout.completion.routing, own)
     # A start without the flag leaves them out, and what such a start has left is generated again.
     assert [rollout.completion.routing for rollout in again.group_for(plain).rollouts] == [None, None]
     assert again.group_for(request(1)) == group(1)
-    assert again.group_for(replace(request(1), wants_routing=True)) is None
+    assert again.group_for(replace(request(1), hints=Hints(wants_routing=True))) is None
 
 
 @pytest.mark.parametrize(

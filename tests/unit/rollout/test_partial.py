@@ -9,31 +9,29 @@ import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.partial import (
+    PartialGoal,
     PartialRollouts,
-    Share,
     UnfinishedGroups,
     gathered,
-    is_generated,
-    lag_metrics,
+    goal_of,
     oldest_version,
-    share_of,
 )
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory, TaskPool
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, TaskPool
+from megatron_rl.rollout.statistics import staleness_metrics
 from megatron_rl.types import Completed, Completion, Request, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import graded_group
 
 FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), 16)
 
 
-def sample(tokens: int, version: int, ends: bool = False, older: tuple[tuple[int, int], ...] = ()) -> Completion:
-    return Completion((5,) * tokens, (-0.5,) * tokens, "stop" if ends else None, version, older=older)
+def sample(tokens: int, version: int, ends: bool = False, earlier: tuple[tuple[int, int], ...] = ()) -> Completion:
+    return Completion((5,) * tokens, (-0.5,) * tokens, "stop" if ends else None, version, older=earlier)
 
 
 def request(index: int, *begun: Completion, task: str = "a") -> Request:
     source = SourcedTask("toy", Task(task, "p"), prompt_ids=(1, 2))
-    return replace(FACTORY.request(source, 2, index), begun=begun)
+    return replace(FACTORY.request(source, 2, index), so_far=begun)
 
 
 def begun(version: int | None, index: int = 0) -> Request:
@@ -42,16 +40,16 @@ def begun(version: int | None, index: int = 0) -> Request:
 
 def places(versions: Sequence[int | None], now: int, lag: int, wanted: int = 2, finishes: bool = True) -> set[int]:
     asked = [begun(version, index) for index, version in enumerate(versions)]
-    return PartialRollouts(at_once=len(asked), lag=lag, finishes=finishes).due(asked, now, wanted)
+    return PartialRollouts(at_once=len(asked), max_staleness=lag, finishes=finishes).due(asked, now, wanted)
 
 
 def test_the_oldest_token_says_how_old_a_group_is() -> None:
-    mixed = request(0, sample(6, 7, older=((4, 2), (5, 3))), sample(4, 5, ends=True))
+    mixed = request(0, sample(6, 7, earlier=((4, 2), (5, 3))), sample(4, 5, ends=True))
     assert oldest_version(mixed, 9) == 4
     assert oldest_version(request(0), 9) == oldest_version(request(0, sample(0, 3), sample(0, 3)), 9) == 9
-    assert not is_generated(mixed)
-    assert not is_generated(request(0))
-    assert is_generated(request(0, sample(6, 7, ends=True), sample(1, 4, ends=True)))
+    assert not mixed.is_generated
+    assert not request(0).is_generated
+    assert request(0, sample(6, 7, ends=True), sample(1, 4, ends=True)).is_generated
 
 
 @pytest.mark.parametrize(
@@ -93,13 +91,13 @@ def test_nothing_grows_too_old_whoever_is_first(wanted: int, lag: int, at_once: 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_replicas_share_what_is_wanted(num_ranks: int) -> None:
     asked = [begun(4 if index < 3 else None, index) for index in range(11)]
-    shares = [share_of(asked, {0, 2}, 7, ExpectedLengths(), rank, num_ranks) for rank in range(num_ranks)]
-    assert sorted(r.index for share in shares for r in share.requests) == list(range(11))
-    assert sorted(index for share in shares for index in share.due) == [0, 2]
-    assert sum(share.others for share in shares) == 5
-    for share in shares:
-        assert share.due <= {r.index for r in share.requests}
-        assert 0 <= share.others <= len(share.requests) - len(share.due)
+    goals = [goal_of(asked, {0, 2}, 7, ExpectedLengths(), rank, num_ranks) for rank in range(num_ranks)]
+    assert sorted(r.index for goal in goals for r in goal.requests) == list(range(11))
+    assert sorted(index for goal in goals for index in goal.due) == [0, 2]
+    assert sum(goal.others for goal in goals) == 5
+    for goal in goals:
+        assert goal.due <= {r.index for r in goal.requests}
+        assert 0 <= goal.others <= len(goal.requests) - len(goal.due)
 
 
 class Interrupted:
@@ -124,22 +122,22 @@ def done(index: int) -> Completed:
 
 def test_a_share_takes_the_first_and_waits_for_what_is_due() -> None:
     engine = Interrupted(request(1), request(4))
-    share = Share([], due={1}, others=2)
-    assert [r.index for r, _ in share.take([done(3), done(0)], engine)] == [0, 3]
-    assert share.take([done(2)], engine) == []
+    goal = PartialGoal([], due={1}, others=2)
+    assert [r.index for r, _ in goal.take([done(3), done(0)], engine)] == [0, 3]
+    assert goal.take([done(2)], engine) == []
     assert engine.has_unfinished
-    assert [r.index for r in share.unfinished] == [2]
-    assert is_generated(share.unfinished[0])
+    assert [r.index for r in goal.unfinished] == [2]
+    assert goal.unfinished[0].is_generated
     engine.unfinished = [request(4)]
-    assert [r.index for r, _ in share.take([done(1)], engine)] == [1]
+    assert [r.index for r, _ in goal.take([done(1)], engine)] == [1]
     assert not engine.has_unfinished
-    assert [r.index for r in share.unfinished] == [2, 4]
+    assert [r.index for r in goal.unfinished] == [2, 4]
 
 
 def test_a_share_of_nothing_stops_at_once() -> None:
-    engine, share = Interrupted(request(1)), Share([], due=set(), others=0)
-    assert share.take([], engine) == []
-    assert [r.index for r in share.unfinished] == [1]
+    engine, goal = Interrupted(request(1)), PartialGoal([], due=set(), others=0)
+    assert goal.take([], engine) == []
+    assert [r.index for r in goal.unfinished] == [1]
 
 
 def source(*tasks: str) -> PromptSource:
@@ -149,8 +147,8 @@ def source(*tasks: str) -> PromptSource:
 
 def unfinished(groups: ParallelGroups, *requests: Request) -> UnfinishedGroups:
     """As a checkpoint gives it back."""
-    share = Share([], due=set(), others=0, unfinished=list(requests))
-    _, records = gathered(share, [], groups.rollout_group)
+    goal = PartialGoal([], due=set(), others=0, unfinished=list(requests))
+    _, records = gathered(goal, [], groups.rollout_group)
     kept, resumed = UnfinishedGroups(), UnfinishedGroups()
     kept.turn_over(records)
     resumed.load_state_dict(kept.state_dict())
@@ -158,12 +156,12 @@ def unfinished(groups: ParallelGroups, *requests: Request) -> UnfinishedGroups:
 
 
 def test_groups_come_back_in_the_order_in_which_they_were_drawn(one_rank: ParallelGroups) -> None:
-    older = sample(5, 7, older=((6, 2),))
+    older = sample(5, 7, earlier=((6, 2),))
     kept = unfinished(one_rank, request(4, older, sample(2, 6, ends=True), task="b"), request(1, task="c"))
     first, second = kept.requests(source("a", "b", "c"), FACTORY, 2)
-    assert (first.source.task.id, first.index, first.begun) == ("c", 0, ())
+    assert (first.source.task.id, first.index, first.so_far) == ("c", 0, ())
     assert (second.source.task.id, second.index) == ("b", 1)
-    assert second.begun == (older, sample(2, 6, ends=True))
+    assert second.so_far == (older, sample(2, 6, ends=True))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +174,7 @@ def test_what_no_longer_fits_is_dropped(
     kept = unfinished(one_rank, request(0, sample(5, 7), sample(1, 7), task="b"))
     factory = RequestFactory(SamplingParams(max_new_tokens=longest), 16)
     assert kept.requests(source(*tasks), factory, group_size) == []
-    assert "1 of 1 groups that were begun are dropped" in caplog.text
+    assert "1 of 1 unfinished groups are dropped" in caplog.text
 
 
 def test_lag_of_tokens_by_hand(one_rank: ParallelGroups) -> None:
@@ -188,9 +186,9 @@ def test_lag_of_tokens_by_hand(one_rank: ParallelGroups) -> None:
         replace(second.completion, policy_version=7, older=((6, 1),)),
     ]
     rollouts = tuple(replace(r, completion=c) for r, c in zip(group.rollouts, drawn, strict=True))
-    assert lag_metrics([replace(group, rollouts=rollouts)], 7, one_rank.rollout_group) == {
+    assert staleness_metrics([replace(group, rollouts=rollouts)], 7, one_rank.rollout_group) == {
         "rollout/stale_token_share": pytest.approx(3 / 7),
         "rollout/token_lag_mean": pytest.approx((3 + 3 + 1) / 3),
         "rollout/token_lag_max": 3.0,
     }
-    assert lag_metrics([], 7, one_rank.rollout_group)["rollout/token_lag_max"] == 0.0
+    assert staleness_metrics([], 7, one_rank.rollout_group)["rollout/token_lag_max"] == 0.0

@@ -132,7 +132,5 @@ def test_one_environment_without_a_fitting_prompt_is_an_error_too() -> None:
 
 
 def test_nothing_to_draw_from() -> None:
-    with pytest.raises(ConfigError, match="positive weight"):
-        source(pool("a", 3, weight=0.0))
     with pytest.raises(ConfigError, match="'b' has no training tasks"):
         source(pool("a", 3), pool("b", 0))

@@ -13,7 +13,7 @@ from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import GradeFunction
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
-from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
+from megatron_rl.rollout.rollouter import Goal, Rollouter, RolloutResult
 from megatron_rl.signals import StopRequest
 from megatron_rl.types import (
     Completed,
@@ -88,7 +88,7 @@ async def grade_at_once(environment: str, items: Sequence[tuple[Task, Transcript
     return [Grade(float(task.id)) for task, _ in items]
 
 
-class EndsAt:
+class EndsAt(Goal):
     """A quota that is met once so many groups are finished."""
 
     def __init__(self, wanted: int, was_left: bool = False) -> None:

@@ -9,7 +9,6 @@ import pytest
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.partial import lag_metrics
 from megatron_rl.rollout.statistics import (
     Failures,
     engine_metrics,
@@ -20,6 +19,7 @@ from megatron_rl.rollout.statistics import (
     refuse_failures,
     reward_by_environment,
     rollout_metrics,
+    staleness_metrics,
 )
 from megatron_rl.types import Grade, RolloutGroup
 from tests.support.rollouts import drawn, graded_group, group_of, sample_of
@@ -92,7 +92,7 @@ def test_tokens_of_branches_have_an_age(one_rank: ParallelGroups) -> None:
     (branch,) = tree.branches
     newer = replace(branch, completion=replace(branch.completion, policy_version=1))
     changed = replace(group, rollouts=(replace(tree, branches=(newer,)), plain))
-    assert lag_metrics([changed], 1, one_rank.rollout_group) == {
+    assert staleness_metrics([changed], 1, one_rank.rollout_group) == {
         "rollout/stale_token_share": pytest.approx(0.8), "rollout/token_lag_mean": 1.0, "rollout/token_lag_max": 1.0,
     }  # fmt: skip
 

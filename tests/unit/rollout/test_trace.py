@@ -17,7 +17,7 @@ def test_a_path_is_one_sequence() -> None:
     trace.answer(0, wrote(3, 9))
     assert trace.begin(4, 0, (5,)) == (1, 2, 3, 9, 5)
     trace.answer(4, wrote(6, 7, reason="length"))
-    assert (trace.depth(0), trace.depth(4), trace.length(4)) == (0, 1, 7)
+    assert (trace.depth(0), trace.depth(4)) == (0, 1)
     assert trace.sequences() == [
         Branch((1, 2), Completion((3, 9, 5, 6, 7), (-3.0, -9.0, 0.0, -6.0, -7.0), "length", 3, ((2, 3),)))
     ]

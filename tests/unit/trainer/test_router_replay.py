@@ -20,6 +20,7 @@ from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import Hints
 from tests.support.generation import generate, ragged_requests, randomise_vectors, rollout_engine
 from tests.support.samples import own_reward, random_samples, rewards_of, with_experts
 from tests.support.scoring import gaps, own_experts, packed, rerouted, routing_of
@@ -134,7 +135,8 @@ def test_quantised_rollouts_come_closer(one_rank: ParallelGroups) -> None:
     """What is left of the gap is the rounding of the linears; experts that were swapped were most of it."""
     policy = mixture(num_experts=16, num_layers=4)
     linears = QuantizedLinears(policy.gpt, RECIPES.get("int8"))
-    requests = [replace(r, wants_routing=True) for r in ragged_requests(12, num_samples=4, max_new_tokens=30)]
+    requests = ragged_requests(12, num_samples=4, max_new_tokens=30)
+    requests = [replace(request, hints=Hints(wants_routing=True)) for request in requests]
     engine = rollout_engine(policy, max_batch_size=48, records_routing=True)
     with linears.installed():
         groups = generate(policy, engine, requests)
