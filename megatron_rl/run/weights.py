@@ -78,7 +78,7 @@ def start_weights(
         return Start(optimization, reference, None, origin, end_tokens_of(origin), critic)
     with_optimizer = not config.checkpoint.no_load_optim
     saved = checkpoints.resume(directory, policy, optimization, with_optimizer, critic)
-    return Start(optimization, reference, saved, origin, saved.end_token_ids, critic)
+    return Start(optimization, reference, saved, origin, saved.model.end_token_ids, critic)
 
 
 def first_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> Optimization:
@@ -109,7 +109,7 @@ def read_first_weights(
 
 def end_tokens_of(origin: Origin) -> Sequence[int]:
     """What ended an answer in the run that the weights are of."""
-    return read_run_state(Path(origin.path)).end_token_ids if origin.kind == "checkpoint" else ()
+    return read_run_state(Path(origin.path)).model.end_token_ids if origin.kind == "checkpoint" else ()
 
 
 def _to_continue(config: RLConfig, checkpoints: CheckpointManager) -> Path | None:

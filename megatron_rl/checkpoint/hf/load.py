@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.checkpoint.hf.torch_dist import write_parameters
 from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
-from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, lasting, write_run_state
+from megatron_rl.checkpoint.run_state import ModelFacts, Origin, RunState, architecture_of, lasting, write_run_state
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, ModelLayout, Parameter, Piece
 from megatron_rl.families.architecture import padded_vocabulary
@@ -100,17 +100,15 @@ def import_hf(
             return values
 
         write_parameters(target, layout, dtype, make)
-    state = RunState(
-        step=0,
-        has_optimizer=False,
-        vocab_size=tokenizer_size,
-        end_token_ids=list(end_token_ids(model.directory)),
-        padded_vocab_size=layout.padded_vocab_size,
+    facts = ModelFacts(
         architecture=architecture_of(model.architecture),
         flags=_flags_of(model, tokenizer),
-        origin=Origin.at("hugging_face", str(model.directory)),
+        vocab_size=tokenizer_size,
+        padded_vocab_size=layout.padded_vocab_size,
+        end_token_ids=list(end_token_ids(model.directory)),
     )
-    write_run_state(target, state)
+    origin = Origin.at("hugging_face", str(model.directory))
+    write_run_state(target, RunState(step=0, model=facts, has_optimizer=False, origin=origin))
     committed = commit(root, 0)
     logger.info("wrote %s", committed)
     return committed

@@ -62,7 +62,8 @@ def began_with(saved: Path, folder: Path, origin: Origin | None, hf_directory: s
     """The same checkpoint as of a run that began with ``origin``, and has its shape from ``hf_directory``."""
     shutil.copytree(saved, folder)
     step = folder / "checkpoints" / "step_0000000"
-    write_run_state(step, replace(read_run_state(step), origin=origin, hf_directory=hf_directory))
+    state = read_run_state(step)
+    write_run_state(step, replace(state, origin=origin, model=replace(state.model, hf_directory=hf_directory)))
     (step / "manifest.json").unlink()
     write_manifest(step, 0)
     return folder

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.hf.load import fill, import_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, write_hf
 from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory, write_manifest
-from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
+from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, split_of
 from megatron_rl.errors import CheckpointError
@@ -141,10 +141,7 @@ def _checkpoint(groups: ParallelGroups, model: HfModel, root: Path) -> Path:
     target = temporary_directory(root, 1)
     target.mkdir(parents=True)
     save_tensors(target, policy, None)
-    state = RunState(
-        step=1, padded_vocab_size=policy.padded_vocab_size,
-        architecture=architecture_of(config.architecture()),
-    )  # fmt: skip
+    state = RunState(step=1, model=ModelFacts(architecture_of(config.architecture())))
     write_run_state(target, state)
     return commit(root, 1)
 
@@ -171,9 +168,9 @@ def test_the_other_way_writes_what_a_run_would_have_saved(
     model = read_model(tmp_path / "model")
     saved = _checkpoint(one_rank, model, tmp_path / "saved")
     converted = import_hf(model, tmp_path / "converted", torch.float32, vocab_divisible_by=8)
-    assert {7, 5} <= set(read_run_state(converted).end_token_ids)
+    assert {7, 5} <= set(read_run_state(converted).model.end_token_ids)
     assert _described(saved) == _described(converted)
-    assert read_run_state(saved).architecture == read_run_state(converted).architecture
+    assert read_run_state(saved).model.architecture == read_run_state(converted).model.architecture
     policy, _ = loaded_policy(hf_run(model.directory), model.architecture.vocab_size)
     loaded = {name: parameter.clone() for name, parameter in policy.gpt.named_parameters()}
     with torch.no_grad():
@@ -257,7 +254,7 @@ def test_files_of_tensor_parallel_ranks_and_stages_become_a_hugging_face_directo
         folder = target / split.name(rank, stage)
         folder.mkdir(parents=True)
         torch.save(chunks, folder / MODEL_FILE)
-    write_run_state(target, RunState(step=4, padded_vocab_size=padded))
+    write_run_state(target, RunState(step=4))
     write_manifest(target, 4)
     export_checkpoint(tmp_path / "run", model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
@@ -280,7 +277,7 @@ def test_files_of_ranks_that_share_experts_become_one_too(tmp_path: Path, split:
         chunks = _chunks_of_a_rank(model, rank, padded, stage, stages, split.tensor, share, part)
         torch.save(chunks, folder / MODEL_FILE)
     sizes = {"expert_model_parallel_size": split.experts, "expert_tensor_parallel_size": split.cut}
-    write_run_state(target, RunState(step=4, padded_vocab_size=padded, world=sizes))
+    write_run_state(target, RunState(step=4, world=sizes))
     write_manifest(target, 4)
     assert split_of(target) == split
     assert len(split.names) == split.stages * max(split.tensor, split.experts * split.cut)

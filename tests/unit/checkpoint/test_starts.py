@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, mode_of, optimizer_form_of
+from megatron_rl.checkpoint.run_state import ModelFacts, Origin, RunState, architecture_of, mode_of, optimizer_form_of
 from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import notes
@@ -69,9 +69,8 @@ class Runs:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         state = RunState(
             step=step, mode=mode_of(config), has_optimizer=False, seed=config.training.seed,
-            architecture=architecture_of(config.architecture()), optimizer_form=optimizer_form_of(config),
-            padded_vocab_size=policy.padded_vocab_size, end_token_ids=[0, 5],
-            origin=None if forget_origin else start.origin,
+            model=ModelFacts(architecture_of(config.architecture()), end_token_ids=[0, 5]),
+            optimizer_form=optimizer_form_of(config), origin=None if forget_origin else start.origin,
         )  # fmt: skip
         manager.save(state, policy, start.optimization)
         return weights_of(policy)

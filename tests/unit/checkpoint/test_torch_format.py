@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import RunState, architecture_of
+from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read, split_of, topology_problems
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
@@ -27,7 +27,7 @@ from megatron_rl.models.parameters import named_parameters
 from megatron_rl.trainer.optimizer import Optimization
 from tests.support.checkpoints import contents
 from tests.support.foreign import POINTER
-from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+from tests.support.tiny import tiny_config, tiny_policy
 from tests.support.torch_format import write_ours
 
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "add_qkv_bias": False}
@@ -63,8 +63,8 @@ def _update(optimization: Optimization, number: int) -> None:
 
 def _state(config: RLConfig, step: int, updates: int) -> RunState:
     return RunState(
-        step=step, components={"progress": {"updates": updates}}, padded_vocab_size=VOCABULARY,
-        architecture=architecture_of(config.architecture()), world={"ranks": 1, "tensor_model_parallel_size": 1},
+        step=step, components={"progress": {"updates": updates}},
+        model=ModelFacts(architecture_of(config.architecture())), world={"ranks": 1, "tensor_model_parallel_size": 1},
     )  # fmt: skip
 
 
