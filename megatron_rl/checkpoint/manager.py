@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.atomic import remove
-from megatron_rl.checkpoint import tensors, torch_format
+from megatron_rl.checkpoint import tensors
 from megatron_rl.checkpoint.foreign import is_foreign
 from megatron_rl.checkpoint.layout import (
     commit,
@@ -203,7 +203,7 @@ class CheckpointManager:
         elif optimization is None:
             load_weights(directory, policy, self._groups)
         else:
-            torch_format.load(directory, policy, self._groups, optimization)
+            tensors.load_rank_files(directory, policy, self._groups, optimization)
 
     def _newest_of_own(self) -> Path | None:
         if not step_entries(self._root):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.hf.torch_dist import write_parameters
+from megatron_rl.checkpoint.dist_files import write_parameters
 from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
 from megatron_rl.checkpoint.run_state import ModelFacts, Origin, RunState, architecture_of, lasting, write_run_state
 from megatron_rl.errors import CheckpointError
