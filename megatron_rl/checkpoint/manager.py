@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.atomic import remove
 from megatron_rl.checkpoint import tensors
-from megatron_rl.checkpoint.foreign import is_foreign
+from megatron_rl.checkpoint.foreign import is_foreign, is_megatron_layout
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
@@ -26,7 +26,6 @@ from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, together
 from megatron_rl.checkpoint.state import save_rank_state, with_rank_state
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import save_tensors
-from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import SaveError
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.collectives import broadcast_json

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.foreign import ONLY_BUILT, is_foreign, read_args, unbuilt
+from megatron_rl.checkpoint.foreign import ONLY_BUILT, Split, is_foreign, read_args, topology_problems, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
-from megatron_rl.checkpoint.torch_files import Split, topology_problems
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.saved import FILE_NAME
 from megatron_rl.errors import CheckpointError
@@ -106,17 +105,8 @@ class RunState:
     """By the names of `StateRegistry`; without tensors as `read_run_state` gives it."""
 
 
-def run_state_of(
-    config: RLConfig,
-    policy: PolicyModel,
-    step: int,
-    has_optimizer: bool,
-    end_token_ids: Sequence[int],
-    origin: Origin | None,
-    components: Mapping[str, State],
-    critic_has_optimizer: bool | None = None,
-) -> RunState:
-    """Of a run as it is now."""
+def run_state_of(config: RLConfig, policy: PolicyModel, end_token_ids: Sequence[int], **of_run: Any) -> RunState:
+    """Of a run as it is now; ``of_run`` are the fields that change from save to save."""
     named = config.checkpoint.load_hf or config.model.hf_config
     model = ModelFacts(
         architecture=architecture_of(config.architecture()),
@@ -129,16 +119,12 @@ def run_state_of(
     sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
     parallel = {f"{name}_parallel_size": getattr(config.parallel, f"{name}_parallel_size") for name in sizes}
     return RunState(
-        step=step,
         model=model,
         seed=config.training.seed,
         mode=mode_of(config),
-        has_optimizer=has_optimizer,
-        critic_has_optimizer=critic_has_optimizer,
         world={"ranks": dist.get_world_size(), **parallel},
         optimizer_form=optimizer_form_of(config),
-        origin=origin,
-        components=components,
+        **of_run,
     )
 
 

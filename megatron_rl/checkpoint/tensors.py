@@ -26,10 +26,10 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.dist_files import OF_CRITIC
+from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, split_of
 from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room
 from megatron_rl.checkpoint.saving import ResultQueue, together
 from megatron_rl.checkpoint.stored import load_weights
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, read_models, split_of
 from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model

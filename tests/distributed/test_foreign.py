@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.checkpoint.foreign import Split
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from megatron_rl.checkpoint.torch_files import Split
 from tests.support.checkpoints import contents, differences
 from tests.support.foreign import numbered_experts, random_policy, transformer_engine, write_dist, write_ranks
 from tests.support.ranks import run_ranks

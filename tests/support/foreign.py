@@ -16,8 +16,8 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Split
 from megatron_rl.checkpoint.run_state import architecture_of
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ExpertShare, ModelLayout, Stages
 from megatron_rl.models.gpt import PolicyModel

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Split
 from megatron_rl.checkpoint.layout import write_manifest
 from megatron_rl.checkpoint.run_state import RunState, write_run_state
 from megatron_rl.checkpoint.state import save_rank_state
 from megatron_rl.checkpoint.tensors import named_chunks, piece_name, sharded_state
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.optimizer import Optimization
 

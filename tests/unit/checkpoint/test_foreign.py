@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Split, read
 from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import architecture_problems, continuation_problems, read_run_state
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Stages

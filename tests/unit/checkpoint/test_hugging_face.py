@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Split, split_of
 from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.hf.load import fill, import_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, write_hf
 from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory, write_manifest
 from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, split_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Parameter, Stages, read_model
 from megatron_rl.families.architecture import ALL_EXPERTS
