@@ -42,8 +42,8 @@ _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
 ONLY_BUILT: Mapping[str, Any] = {
     "multi_latent_attention": False, "rotary_interleaved": False, "window_size": None, "softmax_type": "vanilla",
     "qk_l2_norm": False, "no_rope_freq": None, "attention_output_gate": False, "experimental_attention_variant": None,
-    "rotary_seq_len_interpolation_factor": None, "apply_layernorm_1p": False, "squared_relu": False,
-    "quick_geglu": False, "openai_gelu": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
+    "squared_relu": False, "quick_geglu": False, "openai_gelu": False, "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
     "moe_apply_probs_on_input": False, "moe_shared_expert_intermediate_size": None, "mtp_num_layers": None,
 }  # fmt: skip

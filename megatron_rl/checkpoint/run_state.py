@@ -195,7 +195,9 @@ def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _foreign_state(directory: Path) -> RunState:
     args = read_args(directory)
-    architecture = {name: args[name] for name in _ARCHITECTURE if name in args and name not in ONLY_BUILT}
+    known = {name: args[name] for name in _ARCHITECTURE if name in args}
+    # A window is a pair in Megatron-LM's words, which `unbuilt` names; None is as here.
+    architecture = {name: value for name, value in known.items() if ONLY_BUILT.get(name, value) == value}
     for switch, names in _COUNTED_WITH.items():
         if not args.get(switch):  # Megatron has defaults for them that mean nothing then
             architecture = {name: value for name, value in architecture.items() if name not in names}
