@@ -61,7 +61,7 @@ class _Nothing:
 
 
 @dataclass(frozen=True)
-class Split:
+class Topology:
     """How ranks share the model whose files these are."""
 
     tensor: int = 1
@@ -72,7 +72,7 @@ class Split:
     """Ranks that share each expert; 1 without expert-parallel ranks."""
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int | None]) -> Split:
+    def of(cls, sizes: Mapping[str, int | None]) -> Topology:
         """By Megatron's names: ``tensor_model_parallel_size`` and so on; what is absent is 1."""
         tensor = sizes.get("tensor_model_parallel_size") or 1
         experts = sizes.get("expert_model_parallel_size") or 1
@@ -112,11 +112,11 @@ def has_rank_files(directory: Path) -> bool:
     return any(directory.glob("mp_rank_*"))
 
 
-def split_of(directory: Path) -> Split:
+def topology_of(directory: Path) -> Topology:
     """Of a checkpoint, by the names of what it has.
 
     Raises:
-        CheckpointError: there is nothing, a gap is in it, or it is also split in another way.
+        CheckpointError: there is nothing, a gap is in it, or it is also of another topology.
     """
     names = sorted(path.name for path in directory.glob("mp_rank_*"))
     numbers = zip(*(name.split("_")[2:] for name in names), strict=False)
@@ -125,9 +125,9 @@ def split_of(directory: Path) -> Split:
     if len(others) == 1 and _is_of_experts(directory / names[-1]):
         stages, experts = 1, stages
     for cut in range(1, tensor + 1 if experts > 1 else 2):
-        split = Split(tensor, stages, experts, cut)
-        if names == split.names:
-            return split
+        topology = Topology(tensor, stages, experts, cut)
+        if names == topology.names:
+            return topology
     has = ", ".join(names) or "none"
     raise CheckpointError(f"checkpoint {str(directory)!r} lacks files of a rank: it has {has}")
 
@@ -139,12 +139,12 @@ def _is_of_experts(last: Path) -> bool:
     return any(EMBEDDING in model for model in chunks_of(read_models(last / MODEL_FILE)).values())
 
 
-def topology_problems(directory: Path, split: Split) -> list[str]:
-    """Why ranks of this ``split`` cannot load it, in at most one line. Raises as `split_of`."""
-    if not is_megatron_layout(directory) or split_of(directory) == split:
+def topology_problems(directory: Path, topology: Topology) -> list[str]:
+    """Why ranks of this ``topology`` cannot load it, in at most one line. Raises as `topology_of`."""
+    if not is_megatron_layout(directory) or topology_of(directory) == topology:
         return []
     return [
-        f"checkpoint {str(directory)!r} was saved with {split_of(directory)}, this run has {split}; its "
+        f"checkpoint {str(directory)!r} was saved with {topology_of(directory)}, this run has {topology}; its "
         "optimizer state is of one topology: use the same, or take its weights alone with --pretrained-checkpoint"
     ]
 
@@ -244,7 +244,7 @@ def check_files(directory: Path) -> None:
         CheckpointError: it is not; names the format, or what is missing.
     """
     if has_rank_files(directory):
-        split_of(directory)
+        topology_of(directory)
         return
     path = directory / _FORMAT
     kind = "fsdp_dtensor or torch_dcp"
@@ -270,7 +270,7 @@ def read_args(directory: Path) -> dict[str, Any]:
     """
     path = directory / _COMMON
     if has_rank_files(directory):
-        path = directory / split_of(directory).names[0] / MODEL_FILE
+        path = directory / topology_of(directory).names[0] / MODEL_FILE
     elif not path.is_file():  # of megatron-core 0.19, or written without
         return {}
     content = read(path)

@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.layout import (
     temporary_directory,
 )
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
-from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, together
+from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, succeed_on_all_ranks
 from megatron_rl.checkpoint.state import save_rank_state, with_rank_state
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import save_tensors
@@ -214,6 +214,6 @@ class CheckpointManager:
 
     def _agreed(self, look: Callable[[], Path | None]) -> Path | None:
         """What rank 0 finds: hashed once for all, and no two ranks can choose differently."""
-        found = together(look if self._groups.is_main else lambda: None)
+        found = succeed_on_all_ranks(look if self._groups.is_main else lambda: None)
         path = broadcast_json(found and str(found), source=0)
         return path and Path(path)

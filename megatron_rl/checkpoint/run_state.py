@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.foreign import ONLY_BUILT, Split, is_foreign, read_args, topology_problems, unbuilt
+from megatron_rl.checkpoint.foreign import ONLY_BUILT, Topology, is_foreign, read_args, topology_problems, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.saved import FILE_NAME
@@ -38,7 +38,7 @@ _FOREIGN = "Megatron-LM's"
 
 
 @dataclass(frozen=True)
-class Origin:
+class StartingWeights:
     """The weights a run started from.
 
     Every checkpoint of the run carries this on, for the reference policy of its KL term is those very weights. A later
@@ -55,7 +55,7 @@ class Origin:
     """Number format -> fingerprint; empty before they are read."""
 
     @classmethod
-    def at(cls, kind: Literal["checkpoint", "hugging_face"], directory: str) -> Origin:
+    def at(cls, kind: Literal["checkpoint", "hugging_face"], directory: str) -> StartingWeights:
         """What a flag names, not yet read."""
         return cls(kind, os.path.abspath(directory), os.path.abspath(directory))
 
@@ -99,7 +99,7 @@ class RunState:
     """Parallel sizes of the run that saved it."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
     """What decides which tensors the optimizer state consists of."""
-    origin: Origin | None = None
+    origin: StartingWeights | None = None
     """None where nothing says what the run started from; of a converted model the directory that it came from."""
     components: Mapping[str, State] = field(default_factory=dict)
     """By the names of `StateRegistry`; without tensors as `read_run_state` gives it."""
@@ -182,7 +182,7 @@ def read_run_state(directory: Path) -> RunState:
         values = read_json(path)
         values |= {"model": _made_of(ModelFacts, values), "components": values["components"]}
         if values.get("origin"):
-            values["origin"] = _made_of(Origin, values["origin"])
+            values["origin"] = _made_of(StartingWeights, values["origin"])
         return _made_of(RunState, values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
@@ -212,12 +212,12 @@ def _foreign_state(directory: Path) -> RunState:
     )
 
 
-def _origin_of(args: Mapping[str, Any]) -> Origin | None:
+def _origin_of(args: Mapping[str, Any]) -> StartingWeights | None:
     """Megatron-LM does not say where a model came from, but its tokenizer is mostly that model's directory."""
     name = args.get("tokenizer_model")
     if args.get("tokenizer_type") != "HuggingFaceTokenizer" or not isinstance(name, str):
         return None
-    return Origin("hugging_face", name, lasting(name))
+    return StartingWeights("hugging_face", name, lasting(name))
 
 
 def differences(directory: Path, state: RunState, model: Architecture, other: str) -> list[str]:
@@ -279,7 +279,7 @@ def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
             "--pretrained-checkpoint, or use the --rl-advantage it was trained with"
         )
     if state.has_optimizer and not config.checkpoint.no_load_optim:
-        problems += topology_problems(directory, Split.of(vars(config.parallel)))
+        problems += topology_problems(directory, Topology.of(vars(config.parallel)))
         wanted = optimizer_form_of(config)
         problems += [
             f"checkpoint {str(directory)!r} has the optimizer state of a run with {name} {value}, this run has "

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.dist_files import DistFiles
-from megatron_rl.checkpoint.foreign import MODEL_FILE, chunks_of, has_rank_files, read_models, split_of
-from megatron_rl.checkpoint.saving import together
+from megatron_rl.checkpoint.foreign import MODEL_FILE, chunks_of, has_rank_files, read_models, topology_of
+from megatron_rl.checkpoint.saving import succeed_on_all_ranks
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, ModelLayout, Parameter
 from megatron_rl.families.layout import EMBEDDING, HEAD
@@ -41,12 +41,13 @@ class RankFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        split = split_of(directory)
+        topology = topology_of(directory)
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
-        for rank, expert_rank, part in split.places:
-            files = [directory / split.name(rank, stage, expert_rank) / MODEL_FILE for stage in range(split.stages)]
-            for name, tensor in _by_global_names([read_models(path) for path in files], expert_rank, split.experts):
-                is_shared = split.experts > 1 and ".local_experts." in name
+        for rank, expert_rank, part in topology.places:
+            folders = [directory / topology.name(rank, stage, expert_rank) for stage in range(topology.stages)]
+            stages = [read_models(folder / MODEL_FILE) for folder in folders]
+            for name, tensor in _by_global_names(stages, expert_rank, topology.experts):
+                is_shared = topology.experts > 1 and ".local_experts." in name
                 self._parts.setdefault(name, {}).setdefault(part if is_shared else rank, tensor)
 
     @property
@@ -103,7 +104,7 @@ def load_weights(directory: Path, policy: PolicyModel, groups: ParallelGroups) -
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged, or of another model.
     """
-    together(lambda: _fill(directory, policy, groups))
+    succeed_on_all_ranks(lambda: _fill(directory, policy, groups))
 
 
 @torch.no_grad()

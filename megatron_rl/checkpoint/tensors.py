@@ -26,9 +26,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.dist_files import OF_CRITIC
-from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, split_of
+from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, topology_of
 from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room
-from megatron_rl.checkpoint.saving import ResultQueue, together
+from megatron_rl.checkpoint.saving import ResultQueue, succeed_on_all_ranks
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models.gpt import PolicyModel
@@ -207,14 +207,14 @@ def load_rank_files(
     """
     make_room(optimization)
     load_weights(directory, policy, groups)
-    load_state(optimization, together(lambda: _state_of_rank(directory, policy, groups, optimization)))
+    load_state(optimization, succeed_on_all_ranks(lambda: _state_of_rank(directory, policy, groups, optimization)))
 
 
 def _state_of_rank(
     directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization
 ) -> dict[str, Any]:
     """In the form that this model's optimizer takes."""
-    own = split_of(directory).name(groups.tensor_rank, groups.stage, groups.expert_parallel_group.rank())
+    own = topology_of(directory).name(groups.tensor_rank, groups.stage, groups.expert_parallel_group.rank())
     content = read_models(directory / own / MODEL_FILE, mapped=False)
     found, state = content.get("optimizer_state", {}), content.get("optimizer", {})
     pieces, rest, stacks = load_preprocess(sharded_state(policy, optimization, loading=True)["optimizer"])

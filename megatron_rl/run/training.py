@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_rl.checkpoint.run_state import Origin, run_state_of
+from megatron_rl.checkpoint.run_state import StartingWeights, run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.platform.collectives import any_rank, broadcast_json
@@ -48,7 +48,7 @@ class TrainingRun(Run):
     optimization: Optimization
     critic: Optimization | None
     """None without one."""
-    origin: Origin | None
+    origin: StartingWeights | None
     """What the run started from; None of a run that an earlier version began."""
     states: StateRegistry
     """What a checkpoint holds besides weights and optimizer."""

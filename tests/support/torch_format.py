@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-from megatron_rl.checkpoint.foreign import MODEL_FILE, Split
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology
 from megatron_rl.checkpoint.layout import write_manifest
 from megatron_rl.checkpoint.run_state import RunState, write_run_state
 from megatron_rl.checkpoint.state import save_rank_state
@@ -26,11 +26,11 @@ def write_ours(root: Path, state: RunState, optimization: Optimization, groups: 
     whole = sharded_state(policy, optimization, loading=False)["optimizer"]
     pieces, content["optimizer"] = save_preprocess(whole, validate_access_integrity=False)
     content["optimizer_state"] = {piece_name(piece): piece.data for piece in nested_values(pieces)}
-    split = Split(
+    topology = Topology(
         groups.tensor_size, groups.pipeline_group.size(), groups.expert_parallel_group.size(),
         groups.expert_tensor_group.size() if groups.expert_parallel_group.size() > 1 else 1,
     )  # fmt: skip
-    folder = directory / split.name(groups.tensor_rank, groups.stage, groups.expert_parallel_group.rank())
+    folder = directory / topology.name(groups.tensor_rank, groups.stage, groups.expert_parallel_group.rank())
     if groups.is_with_main:
         folder.mkdir(parents=True)
         torch.save(content, folder / MODEL_FILE)

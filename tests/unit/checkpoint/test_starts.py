@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import ModelFacts, Origin, RunState, architecture_of, mode_of, optimizer_form_of
+from megatron_rl.checkpoint.run_state import (
+    ModelFacts,
+    RunState,
+    StartingWeights,
+    architecture_of,
+    mode_of,
+    optimizer_form_of,
+)
 from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import notes
@@ -277,7 +284,7 @@ def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(one_rank: Paralle
 
 
 def test_number_formats_are_compared_where_both_are_known(one_rank: ParallelGroups) -> None:
-    whole = Origin("drawn", weights=fingerprints(tiny_policy(), one_rank))
+    whole = StartingWeights("drawn", weights=fingerprints(tiny_policy(), one_rank))
     rounded = tiny_policy()
     rounded.gpt.to(torch.bfloat16)
     in_bf16 = {"bfloat16": f"{weights_fingerprint(rounded, one_rank):016x}"}

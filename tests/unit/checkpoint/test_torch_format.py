@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_rl.checkpoint.foreign import MODEL_FILE, Split, read, split_of, topology_problems
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, read, topology_of, topology_problems
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of
@@ -274,22 +274,22 @@ def test_ours_without_its_manifest_is_damaged(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "split"),
+    ("names", "topology"),
     [
-        (["mp_rank_00"], Split()),
-        (["mp_rank_00", "mp_rank_01"], Split(2)),
-        (["mp_rank_00_000", "mp_rank_00_001"], Split(1, 2)),
-        (["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"], Split(2, 2)),
+        (["mp_rank_00"], Topology()),
+        (["mp_rank_00", "mp_rank_01"], Topology(2)),
+        (["mp_rank_00_000", "mp_rank_00_001"], Topology(1, 2)),
+        (["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"], Topology(2, 2)),
     ],
 )
-def test_directories_say_how_ranks_share_the_model(tmp_path: Path, names: list[str], split: Split) -> None:
+def test_directories_say_how_ranks_share_the_model(tmp_path: Path, names: list[str], topology: Topology) -> None:
     directory = tmp_path / "iter_0000012"
     for name in names:
         (directory / name).mkdir(parents=True)
         torch.save({"model": {}}, directory / name / MODEL_FILE)
-    assert split_of(directory) == split and split.names == names
-    assert topology_problems(directory, split) == []
-    (line,) = topology_problems(directory, Split(4, 2))
+    assert topology_of(directory) == topology and topology.names == names
+    assert topology_problems(directory, topology) == []
+    (line,) = topology_problems(directory, Topology(4, 2))
     assert "this run has --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2; its optimizer state" in line
 
 
