@@ -2,5 +2,5 @@
 
     load.py       a directory into a model, or into a checkpoint of ours
     save.py       a model, or a checkpoint of ours, into a directory
-    quantize.py   a directory in full precision into one of 8 bits, in the formats of formats.py
+    quantize.py   a directory in full precision into one of 8 bits
 """
