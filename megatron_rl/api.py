@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cli.model import model_config
-from megatron_rl.cli.ranks import Ranks
+from megatron_rl.cli.options import Ranks
 from megatron_rl.config.read import read_config
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError, MegatronRLError

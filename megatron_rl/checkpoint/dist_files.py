@@ -1,28 +1,44 @@
-"""Parameters out of a torch_dist directory, ours or Megatron-LM's, without building a model.
+"""Parameters out of a torch_dist directory, ours or Megatron-LM's, and into one of ours, without building a model.
 
 The files are those of ``torch.distributed.checkpoint``. megatron stacks the layers of a decoder into one tensor
 ``[L, ...]`` a parameter and their experts into ``[L, E, ...]``, or, where layers differ, counts them in the name.
+Norms have the names that they have in Transformer Engine's fused layers.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata, planner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata, planner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.errors import CheckpointError, one_line
-from megatron_rl.families import Parameter
+from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.layout import own_name
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
@@ -32,7 +48,11 @@ OF_CRITIC = "critic."
 _NO_WEIGHT = re.compile(rf"{re.escape(OF_CRITIC)}|(chained_\d+\.)?optimizer\.")
 """Beginnings of what is no weight of the policy."""
 _HALVES = ("_w", "_v")
-"""Endings of gate and up projection, where they are stored apart."""
+"""Endings of gate and up projection, where they are stored apart, gate first."""
+_FUSED_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
 _DESCRIBING = {
     metadata: (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
@@ -52,7 +72,6 @@ class _Older:
 class _Block:
     """One stored tensor's part that belongs to one parameter."""
 
-    key: str
     place: tuple[int, ...]
     """Layer, or layer and expert, in what is stacked."""
     whole: TensorStorageMetadata
@@ -80,9 +99,8 @@ class DistFiles:
             is_weight = isinstance(stored, TensorStorageMetadata) and not _NO_WEIGHT.match(key)
             for chunk in stored.chunks if is_weight and not key.endswith("_extra_state") else ():
                 for name, place in _parameters(key, chunk):
-                    half = key[-2:] if key.endswith(_HALVES) else ""
                     blocks = self._found.setdefault(name, {})
-                    blocks.setdefault(half, _Block(key, place, stored)).chunks.append(chunk)
+                    blocks.setdefault(key, _Block(place, stored)).chunks.append(chunk)
 
     @property
     def names(self) -> set[str]:
@@ -105,22 +123,22 @@ class DistFiles:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        blocks, by_columns, offset, found = self._found[parameter.name], parameter.cut == "columns", 0, []
-        for block in (blocks[half] for half in ("", *_HALVES) if half in blocks):
-            size = block.shape[1 if by_columns else 0]
+        dimension, offset, found = 1 if parameter.cut == "columns" else 0, 0, []
+        for key, block in sorted(self._found[parameter.name].items(), reverse=True):  # _w comes before _v
+            size = block.shape[dimension]
             first, last = max(start, offset) - offset, min(stop, offset + size) - offset
             if first < last:
-                found.append(self._read(block, 1 if by_columns else 0, first, last))
+                found.append(self._read(key, block, dimension, first, last))
             offset += size
         return torch.cat(found)
 
-    def _read(self, block: _Block, dimension: int, start: int, stop: int) -> torch.Tensor:
+    def _read(self, key: str, block: _Block, dimension: int, start: int, stop: int) -> torch.Tensor:
         offsets, sizes = [0] * len(block.shape), list(block.shape)
         offsets[dimension], sizes[dimension] = start, stop - start
         target = torch.empty([*[1] * len(block.place), *sizes], dtype=block.whole.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size([*block.place, *offsets]), target.shape)
         nearby = TensorStorageMetadata(block.whole.properties, block.whole.size, block.chunks)
-        items = create_read_items_for_chunk_list(block.key, nearby, [wanted])
+        items = create_read_items_for_chunk_list(key, nearby, [wanted])
 
         def place_of(item: ReadItem) -> torch.Tensor:
             ends = map(sum, zip(item.dest_offsets, item.lengths, strict=True))
@@ -132,7 +150,7 @@ class DistFiles:
             self._reader.read_data(LoadPlan(items), into).wait()
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(
-                f"checkpoint {str(self._directory)!r}: {block.key} cannot be read ({one_line(str(error), 200)})"
+                f"checkpoint {str(self._directory)!r}: {key} cannot be read ({one_line(str(error), 200)})"
             ) from error
         return target.view(sizes)
 
@@ -196,3 +214,60 @@ def _check_files(directory: Path, described: Any) -> None:
             raise CheckpointError(
                 f"checkpoint file {str(path)!r} is cut short: it has {path.stat().st_size} bytes of {end}"
             )
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+def write_parameters(
+    directory: Path, layout: ModelLayout, dtype: torch.dtype, make: Callable[[Parameter], torch.Tensor]
+) -> None:
+    """Write the files of a whole model (``tensor_size`` 1), whose parameters ``make`` gives when their turn comes."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    model, items = layout.architecture, []
+    linears = {f"decoder.{linear.name}.weight" for linear in layout.linears}
+    parameters: dict[MetadataIndex, Parameter] = {}
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for parameter in layout.parameters:
+        key, place = _stored_name(parameter.name)
+        stacked = (model.num_layers, model.num_experts or 0)[: len(place)]
+        offsets = torch.Size([*place, *[0] * len(parameter.shape)])
+        chunk = ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place), *parameter.shape]))
+        properties, size = TensorProperties(dtype=dtype), torch.Size([*stacked, *parameter.shape])
+        described.setdefault(key, TensorStorageMetadata(properties, size, [])).chunks.append(chunk)
+        index = MetadataIndex(key, offsets)
+        parameters[index] = parameter
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
+        if parameter.name in linears:
+            # megatron's linears ask for a state beside the weight; without Transformer Engine it is empty.
+            here, of = (".".join(map(str, numbers)) for numbers in (place, stacked))
+            name = f"{key.removesuffix('weight')}_extra_state/shard_{here}_{of}"
+            described[name] = BytesStorageMetadata()
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+
+    def data(item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if item.type == WriteItemType.BYTE_IO:
+            content = io.BytesIO()
+            torch.save([None], content)
+            return content
+        return make(parameters[item.index]).to(dtype).view(item.tensor_data.chunk.sizes)
+
+    writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1, sync_files=False)
+    writer.set_up_storage_writer(is_coordinator=True)
+    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
+    # Of torch's ``SavePlanner`` writing asks for this alone: the numbers of an item, when their turn comes.
+    results: Any = writer.write_data(plan, SimpleNamespace(resolve_data=data)).wait()
+    writer.finish(Metadata(described), [results])
+    torch.save({}, directory / "common.pt")  # megatron's own writer of it wants a process group
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def _stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:
+    """Name in the files, and the parameter's place in what is stacked there: layer, or layer and expert."""
+    layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)", parameter)
+    if layer is None:
+        return parameter, ()
+    if layer[2]:
+        return f"decoder.layers.mlp.experts.experts.{layer[3]}", (int(layer[1]), int(layer[2]))
+    return f"decoder.layers.{_FUSED_NAMES.get(layer[3], layer[3])}", (int(layer[1]),)

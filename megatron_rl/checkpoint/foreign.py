@@ -1,30 +1,232 @@
-"""Checkpoints that Megatron-LM itself wrote: ``iter_0000100/`` or ``release/``, in torch_dist or with a file a rank.
+"""Directories with Megatron's names, ``iter_0000100/`` and ``release/``: Megatron-LM's, or of our earlier versions.
 
-Only weights are taken. It writes in place and without checksums, so only what its pointer names is complete for sure.
+They are torch_dist (see `dist_files`), or have a file a rank, ``iter_0000012/mp_rank_00/model_optim_rng.pt``: with
+pipeline stages ``mp_rank_00_000``, tensor-parallel rank and stage; with experts over ranks the number of the
+expert-parallel rank comes last, ``mp_rank_00_000_000`` or, without stages, ``mp_rank_00_000``. They are pickles, which
+can run code, so torch's reduced unpickler alone reads them (``weights_only=True``).
+
+Of Megatron-LM's only weights are taken. It writes in place and without checksums, so only what its pointer names is
+complete for sure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import pickle
+import re
+import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_rl.checkpoint.dist_files import DistFiles
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, has_rank_files, is_megatron_layout, read, split_of
 from megatron_rl.errors import CheckpointError, shorten
+from megatron_rl.families.layout import EMBEDDING, own_name
 from megatron_rl.user_files import read_json
 
+MODEL_FILE = "model_optim_rng.pt"
+RELEASE = "release"
+"""The name of weights that Megatron-LM's tools made; it has no step."""
+_CLASS = re.compile(r"GLOBAL ([\w.]+)")
+_PASSED_OVER = (
+    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
+    "_io.BytesIO", "pathlib.PosixPath", "signal.Signals",
+)  # fmt: skip
+"""What Megatron-LM's files have besides plain values and its own enums, in ``args`` and random state; none of it is
+needed."""
 _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
 ONLY_BUILT: Mapping[str, Any] = {
     "multi_latent_attention": False, "rotary_interleaved": False, "window_size": None, "softmax_type": "vanilla",
     "qk_l2_norm": False, "no_rope_freq": None, "attention_output_gate": False, "experimental_attention_variant": None,
-    "rotary_seq_len_interpolation_factor": None, "apply_layernorm_1p": False, "squared_relu": False,
-    "quick_geglu": False, "openai_gelu": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
+    "squared_relu": False, "quick_geglu": False, "openai_gelu": False, "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
     "moe_apply_probs_on_input": False, "moe_shared_expert_intermediate_size": None, "mtp_num_layers": None,
 }  # fmt: skip
 """Flags of Megatron-LM with the one value that is built here: with another the same weights are another model."""
+
+
+class _Nothing:
+    """Stands where a file has an object of another library; keeps nothing of it."""
+
+    def __init__(self, *values: object) -> None:
+        """Passes over what it is made of."""
+
+    def __setstate__(self, state: object) -> None:
+        """Passes over what it would hold."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How ranks share the model whose files these are."""
+
+    tensor: int = 1
+    stages: int = 1
+    experts: int = 1
+    """Expert-parallel ranks."""
+    cut: int = 1
+    """Ranks that share each expert; 1 without expert-parallel ranks."""
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int | None]) -> Topology:
+        """By Megatron's names: ``tensor_model_parallel_size`` and so on; what is absent is 1."""
+        tensor = sizes.get("tensor_model_parallel_size") or 1
+        experts = sizes.get("expert_model_parallel_size") or 1
+        cut = (sizes.get("expert_tensor_parallel_size") or tensor) if experts > 1 else 1
+        return cls(tensor, sizes.get("pipeline_model_parallel_size") or 1, experts, cut)
+
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Tensor-parallel rank, expert-parallel rank and part of an expert, of the ranks that hold a stage once."""
+        ranks = range(max(self.tensor, self.experts * self.cut))
+        return [(rank % self.tensor, rank // self.cut % self.experts, rank % self.cut) for rank in ranks]
+
+    def name(self, tensor_rank: int, stage: int, expert_rank: int = 0) -> str:
+        """Of the directory with a rank's files. Example: ``mp_rank_01``, or with several stages ``mp_rank_01_000``."""
+        numbers = [stage] * (self.stages > 1) + [expert_rank] * (self.experts > 1)
+        return f"mp_rank_{tensor_rank:02d}" + "".join(f"_{number:03d}" for number in numbers)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all directories."""
+        return sorted({self.name(rank, stage, e) for rank, e, _ in self.places for stage in range(self.stages)})
+
+    def __str__(self) -> str:
+        sizes = {"tensor-model": self.tensor, "pipeline-model": self.stages, "expert-model": self.experts}
+        sizes |= {"expert-tensor": self.cut} if self.experts > 1 else {}
+        given = [name for name, size in sizes.items() if size > 1 or name in ("tensor-model", "expert-tensor")]
+        return " ".join(f"--{name}-parallel-size {sizes[name]}" for name in given)
+
+
+def is_megatron_layout(directory: Path) -> bool:
+    """Whether a checkpoint directory is of this layout; its name says so."""
+    return directory.name.startswith("iter_") or directory.name == RELEASE
+
+
+def has_rank_files(directory: Path) -> bool:
+    """Whether there is a file a rank."""
+    return any(directory.glob("mp_rank_*"))
+
+
+def topology_of(directory: Path) -> Topology:
+    """Of a checkpoint, by the names of what it has.
+
+    Raises:
+        CheckpointError: there is nothing, a gap is in it, or it is also of another topology.
+    """
+    names = sorted(path.name for path in directory.glob("mp_rank_*"))
+    numbers = zip(*(name.split("_")[2:] for name in names), strict=False)
+    tensor, *others = [len(set(column)) for column in numbers] or [1]
+    stages, experts = (*others, 1, 1)[:2]
+    if len(others) == 1 and _is_of_experts(directory / names[-1]):
+        stages, experts = 1, stages
+    for cut in range(1, tensor + 1 if experts > 1 else 2):
+        topology = Topology(tensor, stages, experts, cut)
+        if names == topology.names:
+            return topology
+    has = ", ".join(names) or "none"
+    raise CheckpointError(f"checkpoint {str(directory)!r} lacks files of a rank: it has {has}")
+
+
+def _is_of_experts(last: Path) -> bool:
+    """``mp_rank_00_001`` is a stage, or a rank of experts, which has an embedding as all of them have."""
+    if last.name.endswith("_000"):
+        return False
+    return any(EMBEDDING in model for model in chunks_of(read_models(last / MODEL_FILE)).values())
+
+
+def topology_problems(directory: Path, topology: Topology) -> list[str]:
+    """Why ranks of this ``topology`` cannot load it, in at most one line. Raises as `topology_of`."""
+    if not is_megatron_layout(directory) or topology_of(directory) == topology:
+        return []
+    return [
+        f"checkpoint {str(directory)!r} was saved with {topology_of(directory)}, this run has {topology}; its "
+        "optimizer state is of one topology: use the same, or take its weights alone with --pretrained-checkpoint"
+    ]
+
+
+def read(path: Path, mapped: bool = True) -> Any:
+    """What a file holds.
+
+    Args:
+        mapped: tensors come from the file whenever they are used; False for those that outlive this.
+
+    Raises:
+        CheckpointError: it cannot be read, or has objects of a class that is not allowed; names file and class.
+    """
+    try:
+        with _only_ours_allowed(path):
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = _CLASS.search(str(error))
+        reason = f"it names {found[1]}, which is not allowed" if found else "its objects are not allowed"
+        raise CheckpointError(
+            f"checkpoint file {str(path)!r} is not plain data ({reason}) and nothing of it was executed; where you "
+            "trust it, load and save it again with tensors and plain values alone"
+        ) from error
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        if path.is_file() and not zipfile.is_zipfile(path):  # of which torch's own messages say little
+            reason = "it is cut short, or not one that torch.save wrote"
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({reason})") from error
+
+
+@contextlib.contextmanager
+def _only_ours_allowed(path: Path) -> Iterator[None]:
+    """The list of classes that torch may make is the process's, and megatron-core adds 16 to it.
+
+    A ``Namespace``, Megatron-LM's ``args``, has no positional argument and no ``__setstate__``: all the unpickler can
+    do with it is set attributes of a new object. Of `_PASSED_OVER` and of megatron's enums not even the class is used.
+    """
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # by name alone, nothing is imported
+        passed_over = [*_PASSED_OVER, *(name for name in named if name.startswith("megatron."))]
+        torch.serialization.add_safe_globals([argparse.Namespace, *((_Nothing, name) for name in passed_over)])
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(others)
+
+
+def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:
+    """A rank's main file, where ``model``, or ``model0``, ``model1`` ... of interleaved stages, are tensors by name.
+
+    Names are those of this project's model; layers are counted from 0 in each.
+
+    Raises:
+        CheckpointError: see `read`.
+    """
+    content = read(path, mapped)
+    is_one = isinstance(content, dict) and any(isinstance(content.get(key), dict) for key in ("model", "model0"))
+    if not is_one:
+        raise CheckpointError(f"checkpoint file {str(path)!r} has no 'model': it is not one that Megatron writes")
+    named = {
+        key: {own_name(str(name)): tensor for name, tensor in model.items() if torch.is_tensor(tensor)}
+        for key, model in chunks_of(content).items()
+    }
+    for key, model in named.items():
+        if content[key] and not model:
+            raise CheckpointError(
+                f"checkpoint file {str(path)!r} has no tensor under {key!r}, which has "
+                f"{shorten(list(content[key]))}: Megatron-LM's models of before megatron-core are "
+                "not read; convert it with its tools/checkpoint/convert.py --saver core"
+            )
+    return content | named
+
+
+def chunks_of(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """In the order of the forward pass of one rank."""
+    names = [key for key in map(str, content) if re.fullmatch(r"model\d*", key)]
+    return {name: content[name] for name in sorted(names, key=lambda name: int(name[5:] or 0))}
+
+
+# -- of Megatron-LM itself ---------------------------------------------------------------------------
 
 
 def is_foreign(directory: Path) -> bool:
@@ -42,7 +244,7 @@ def check_files(directory: Path) -> None:
         CheckpointError: it is not; names the format, or what is missing.
     """
     if has_rank_files(directory):
-        split_of(directory)
+        topology_of(directory)
         return
     path = directory / _FORMAT
     kind = "fsdp_dtensor or torch_dcp"
@@ -68,7 +270,7 @@ def read_args(directory: Path) -> dict[str, Any]:
     """
     path = directory / _COMMON
     if has_rank_files(directory):
-        path = directory / split_of(directory).names[0] / MODEL_FILE
+        path = directory / topology_of(directory).names[0] / MODEL_FILE
     elif not path.is_file():  # of megatron-core 0.19, or written without
         return {}
     content = read(path)

@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_atomic
-from megatron_rl.checkpoint.foreign import check_files, is_foreign
-from megatron_rl.checkpoint.torch_files import RELEASE
+from megatron_rl.checkpoint.foreign import RELEASE, check_files, is_foreign
 from megatron_rl.errors import CheckpointError
 from megatron_rl.user_files import read_json, read_text
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.atomic import remove
-from megatron_rl.checkpoint import tensors, torch_format
-from megatron_rl.checkpoint.foreign import is_foreign
+from megatron_rl.checkpoint import tensors
+from megatron_rl.checkpoint.foreign import is_foreign, is_megatron_layout
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
@@ -22,11 +22,10 @@ from megatron_rl.checkpoint.layout import (
     temporary_directory,
 )
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
-from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, together
+from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, succeed_on_all_ranks
 from megatron_rl.checkpoint.state import save_rank_state, with_rank_state
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import save_tensors
-from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import SaveError
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.collectives import broadcast_json
@@ -203,7 +202,7 @@ class CheckpointManager:
         elif optimization is None:
             load_weights(directory, policy, self._groups)
         else:
-            torch_format.load(directory, policy, self._groups, optimization)
+            tensors.load_rank_files(directory, policy, self._groups, optimization)
 
     def _newest_of_own(self) -> Path | None:
         if not step_entries(self._root):
@@ -215,6 +214,6 @@ class CheckpointManager:
 
     def _agreed(self, look: Callable[[], Path | None]) -> Path | None:
         """What rank 0 finds: hashed once for all, and no two ranks can choose differently."""
-        found = together(look if self._groups.is_main else lambda: None)
+        found = succeed_on_all_ranks(look if self._groups.is_main else lambda: None)
         path = broadcast_json(found and str(found), source=0)
         return path and Path(path)

@@ -6,16 +6,15 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.foreign import ONLY_BUILT, is_foreign, read_args, unbuilt
+from megatron_rl.checkpoint.foreign import ONLY_BUILT, Topology, is_foreign, read_args, topology_problems, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
-from megatron_rl.checkpoint.torch_files import Split, topology_problems
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.saved import FILE_NAME
 from megatron_rl.errors import CheckpointError
@@ -39,7 +38,7 @@ _FOREIGN = "Megatron-LM's"
 
 
 @dataclass(frozen=True)
-class Origin:
+class StartingWeights:
     """The weights a run started from.
 
     Every checkpoint of the run carries this on, for the reference policy of its KL term is those very weights. A later
@@ -56,7 +55,7 @@ class Origin:
     """Number format -> fingerprint; empty before they are read."""
 
     @classmethod
-    def at(cls, kind: Literal["checkpoint", "hugging_face"], directory: str) -> Origin:
+    def at(cls, kind: Literal["checkpoint", "hugging_face"], directory: str) -> StartingWeights:
         """What a flag names, not yet read."""
         return cls(kind, os.path.abspath(directory), os.path.abspath(directory))
 
@@ -67,11 +66,28 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """What a start from the weights need not be told of their model."""
+
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """See `architecture_of`."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """See `flags_of`; nothing where an earlier version saved it."""
+    vocab_size: int = 0
+    padded_vocab_size: int = 0
+    end_token_ids: list[int] = field(default_factory=list)
+    """What ended an answer."""
+    hf_directory: str = ""
+    """Whose config.json gave the shape, if one did."""
+
+
+@dataclass(frozen=True)
 class RunState:
-    """What a checkpoint says of its run besides tensors: what it is of, and the components' states."""
+    """What a checkpoint says of its run besides tensors. In the file the fields of ``model`` stand among the others."""
 
     step: int
     """Finished steps; the learning-rate schedule continues here."""
+    model: ModelFacts = ModelFacts()
     seed: int = 0
     mode: str = "rl"
     """``rl`` or ``supervised``; else the checkpoint is not of a run of ours."""
@@ -79,60 +95,36 @@ class RunState:
     """False when saved before the first update or with `--no-save-optim`."""
     critic_has_optimizer: bool | None = None
     """Of the critic's; None without a critic."""
-    vocab_size: int = 0
-    padded_vocab_size: int = 0
-    end_token_ids: list[int] = field(default_factory=list)
-    """What ended an answer: the flags of a run that starts from the weights need not name it again."""
-    architecture: dict[str, Any] = field(default_factory=dict)
-    """See `architecture_of`."""
-    flags: dict[str, Any] = field(default_factory=dict)
-    """See `flags_of`; nothing where an earlier version saved it."""
-    hf_directory: str = ""
-    """Whose config.json gave the shape, if one did."""
     world: dict[str, int] = field(default_factory=dict)
     """Parallel sizes of the run that saved it."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
     """What decides which tensors the optimizer state consists of."""
-    origin: Origin | None = None
+    origin: StartingWeights | None = None
     """None where nothing says what the run started from; of a converted model the directory that it came from."""
     components: Mapping[str, State] = field(default_factory=dict)
     """By the names of `StateRegistry`; without tensors as `read_run_state` gives it."""
 
 
-def run_state_of(
-    config: RLConfig,
-    policy: PolicyModel,
-    step: int,
-    has_optimizer: bool,
-    end_token_ids: Sequence[int],
-    origin: Origin | None,
-    components: Mapping[str, State],
-    critic_has_optimizer: bool | None = None,
-) -> RunState:
-    """Of a run as it is now."""
-    parallel = config.parallel
-    return RunState(
-        step=step,
-        seed=config.training.seed,
-        mode=mode_of(config),
-        has_optimizer=has_optimizer,
-        critic_has_optimizer=critic_has_optimizer,
+def run_state_of(config: RLConfig, policy: PolicyModel, end_token_ids: Sequence[int], **of_run: Any) -> RunState:
+    """Of a run as it is now; ``of_run`` are the fields that change from save to save."""
+    named = config.checkpoint.load_hf or config.model.hf_config
+    model = ModelFacts(
+        architecture=architecture_of(config.architecture()),
+        flags=flags_of(config),
         vocab_size=policy.vocab_size,
         padded_vocab_size=policy.padded_vocab_size,
         end_token_ids=list(end_token_ids),
-        architecture=architecture_of(config.architecture()),
-        flags=flags_of(config),
-        hf_directory=_directory_of(config),
-        world={
-            "ranks": dist.get_world_size(),
-            "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-            "expert_model_parallel_size": parallel.expert_model_parallel_size,
-            "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        },
+        hf_directory="" if named is None else lasting(str(model_directory(named))),
+    )
+    sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+    parallel = {f"{name}_parallel_size": getattr(config.parallel, f"{name}_parallel_size") for name in sizes}
+    return RunState(
+        model=model,
+        seed=config.training.seed,
+        mode=mode_of(config),
+        world={"ranks": dist.get_world_size(), **parallel},
         optimizer_form=optimizer_form_of(config),
-        origin=origin,
-        components=components,
+        **of_run,
     )
 
 
@@ -152,11 +144,6 @@ def flags_of(config: RLConfig) -> dict[str, Any]:
     return found
 
 
-def _directory_of(config: RLConfig) -> str:
-    name = config.checkpoint.load_hf or config.model.hf_config
-    return "" if name is None else lasting(str(model_directory(name)))
-
-
 def lasting(name: str) -> str:
     """A directory by its absolute path, a name on the hub as it is."""
     return os.path.abspath(name) if os.path.exists(name) else name
@@ -173,7 +160,8 @@ def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
 
 def write_run_state(directory: Path, state: RunState) -> None:
     """Write the JSON file."""
-    values = {entry.name: getattr(state, entry.name) for entry in dataclasses.fields(state)}
+    values = {**vars(state), **vars(state.model)}
+    del values["model"]
     values["components"] = {
         name: {key: value for key, value in component.items() if not torch.is_tensor(value)}
         for name, component in state.components.items()
@@ -192,9 +180,10 @@ def read_run_state(directory: Path) -> RunState:
     path = directory / FILE_NAME
     try:
         values = read_json(path)
-        origin = values.get("origin")
-        state = _made_of(RunState, values)
-        return replace(state, components=values["components"], origin=_made_of(Origin, origin) if origin else None)
+        values |= {"model": _made_of(ModelFacts, values), "components": values["components"]}
+        if values.get("origin"):
+            values["origin"] = _made_of(StartingWeights, values["origin"])
+        return _made_of(RunState, values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
 
@@ -206,7 +195,9 @@ def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _foreign_state(directory: Path) -> RunState:
     args = read_args(directory)
-    architecture = {name: args[name] for name in _ARCHITECTURE if name in args and name not in ONLY_BUILT}
+    known = {name: args[name] for name in _ARCHITECTURE if name in args}
+    # A window is a pair in Megatron-LM's words, which `unbuilt` names; None is as here.
+    architecture = {name: value for name, value in known.items() if ONLY_BUILT.get(name, value) == value}
     for switch, names in _COUNTED_WITH.items():
         if not args.get(switch):  # Megatron has defaults for them that mean nothing then
             architecture = {name: value for name, value in architecture.items() if name not in names}
@@ -214,25 +205,24 @@ def _foreign_state(directory: Path) -> RunState:
         architecture.pop("ffn_hidden_size", None)
     return RunState(
         step=0,
+        model=ModelFacts(architecture, padded_vocab_size=args.get("padded_vocab_size") or 0),
         mode=_FOREIGN,
         has_optimizer=False,
-        padded_vocab_size=args.get("padded_vocab_size") or 0,
-        architecture=architecture,
         origin=_origin_of(args),
     )
 
 
-def _origin_of(args: Mapping[str, Any]) -> Origin | None:
+def _origin_of(args: Mapping[str, Any]) -> StartingWeights | None:
     """Megatron-LM does not say where a model came from, but its tokenizer is mostly that model's directory."""
     name = args.get("tokenizer_model")
     if args.get("tokenizer_type") != "HuggingFaceTokenizer" or not isinstance(name, str):
         return None
-    return Origin("hugging_face", name, lasting(name))
+    return StartingWeights("hugging_face", name, lasting(name))
 
 
 def differences(directory: Path, state: RunState, model: Architecture, other: str) -> list[str]:
     """One line for every flag in which the checkpoint's model differs from ``model``: ``other``, "this run has"."""
-    saved = state.architecture
+    saved = state.model.architecture
     return [
         f"checkpoint {str(directory)!r} was made with {name} {saved[name]!r}, {other} {value!r}; use the checkpoint's "
         "value or another checkpoint"
@@ -254,9 +244,9 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         if not problems:  # flags agree, or it has none: names and shapes decide
             tokens = vocab_size or 1
             problems += misfits(directory, open_weights(directory), config.architecture(tokens), tokens)
-    if vocab_size is not None and state.vocab_size not in (0, vocab_size):
+    if vocab_size is not None and state.model.vocab_size not in (0, vocab_size):
         problems.append(
-            f"checkpoint {str(directory)!r} was made with a vocabulary of {state.vocab_size} tokens, "
+            f"checkpoint {str(directory)!r} was made with a vocabulary of {state.model.vocab_size} tokens, "
             f"--tokenizer-model has {vocab_size}; use the tokenizer it was trained with"
         )
     return problems
@@ -289,7 +279,7 @@ def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
             "--pretrained-checkpoint, or use the --rl-advantage it was trained with"
         )
     if state.has_optimizer and not config.checkpoint.no_load_optim:
-        problems += topology_problems(directory, Split.of(vars(config.parallel)))
+        problems += topology_problems(directory, Topology.of(vars(config.parallel)))
         wanted = optimizer_form_of(config)
         problems += [
             f"checkpoint {str(directory)!r} has the optimizer state of a run with {name} {value}, this run has "

@@ -37,7 +37,7 @@ _CUT_SHORT = "enforce fail at inline_container"
 """All that torch says of a file that could be written in part only."""
 
 
-def together(act: Callable[[], T]) -> T:
+def succeed_on_all_ranks(act: Callable[[], T]) -> T:
     """What ``act`` returns, once it has succeeded on every rank: one that fails would leave the others waiting.
 
     Raises:
@@ -105,10 +105,10 @@ class SaveAttempt:
     def _note(self, error: BaseException | None) -> None:
         """The first failure is the one to tell: others follow from it. Empty where another rank knows the cause."""
         if self._problem is None:
-            self._problem = "" if error is None else _told(self._directory, error)
+            self._problem = "" if error is None else _message(self._directory, error)
 
 
-def _told(directory: Path, error: BaseException) -> str:
+def _message(directory: Path, error: BaseException) -> str:
     cause: BaseException = error
     while not isinstance(cause, OSError) and cause.__cause__ is not None:
         cause = cause.__cause__

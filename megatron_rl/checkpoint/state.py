@@ -6,7 +6,7 @@
     states.tell_unclaimed()
     states.collect()                                    {"progress": {"step": 7, ...}, ...} for the next checkpoint
 
-Weights and optimizer are not in here: they are sharded tensors, see `tensors` and `torch_format`.
+Weights and optimizer are not in here: they are sharded tensors, see `tensors`.
 """
 
 from __future__ import annotations

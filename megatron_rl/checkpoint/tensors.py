@@ -1,4 +1,7 @@
-"""Weights and optimizer state through megatron's ``dist_checkpointing``: any topology loads what any other saved."""
+"""Weights and optimizer state through megatron's ``dist_checkpointing``: any topology loads what any other saved.
+
+The files of ranks that earlier versions wrote are only read.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,32 @@ import contextlib
 import logging
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_base
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.dist_files import OF_CRITIC
-from megatron_rl.checkpoint.saving import ResultQueue
+from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, topology_of
+from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room
+from megatron_rl.checkpoint.saving import ResultQueue, succeed_on_all_ranks
+from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.megatron import (
-    asynchronous_writer,
-    groups_known_by_what_they_are,
-    parameters_where_they_lie,
-    step_counters_offered,
-    use_result_queue,
-)
+from megatron_rl.platform.megatron import asynchronous_writer, parameters_where_they_lie, use_result_queue
 from megatron_rl.trainer.optimizer import Optimization
 
 _METADATA = {
@@ -88,7 +90,7 @@ def _take(state: dict[str, Any], policy: PolicyModel, optimization: Optimization
     for name, gpt in named_chunks(policy).items():
         gpt.load_state_dict(state[name])
     if optimization is not None:
-        load_state(optimization, _by_part(state["optimizer"], optimization))
+        load_state(optimization, by_part(state["optimizer"], optimization))
 
 
 def _states(policy: Model, critic: Model | None, loading: bool) -> dict[str, Any]:
@@ -154,117 +156,6 @@ def _quiet() -> Iterator[None]:
             chatter.setLevel(level)
 
 
-# -- the optimizer's state -----------------------------------------------------------------------
-# megatron-core writes its checkpoints for the fused Adams of Transformer Engine and Apex. Without them torch's Adam
-# takes their place, whose step counter is a tensor for every parameter.
-
-
-def make_room(optimization: Optimization) -> None:
-    """Create the state there is to load into: a fresh torch Adam has none.
-
-    The dummy step also moves the weights (decay); load them afterwards.
-    """
-    for part in optimization.optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer):
-            part._init_optimizer_states_with_dummy_values()
-        elif part.init_state_fn is None:  # megatron has one for Adam only
-            part.init_state_fn = _make_momentum
-
-
-def _make_momentum(optimizer: torch.optim.SGD, config: object = None) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def _by_part(state: dict[Any, Any], optimization: Optimization) -> dict[Any, Any]:
-    """What was read, in the form that this layout's optimizer takes.
-
-    megatron has an optimizer of its own for experts that lie on several ranks: then states are numbered 0 and 1, else
-    there is one without a number. Tensors come as they are asked for, but what is none as it was saved. Of that this
-    run needs the count of steps; the rest are settings, and it has its own.
-    """
-    parts = optimization.optimizer.chained_optimizers
-    single = {name: value for name, value in state.items() if not isinstance(name, int)}
-    is_single = any("is_expert_parallel" in group for group in _inner(single).get("param_groups", ()))
-    saved = single if is_single else state[0]
-    if is_single == (len(parts) == 1):
-        return state
-    own = [state[number] for number in range(len(parts))] if len(parts) > 1 else [single]
-    for part, read in zip(parts, own, strict=True):
-        _take_settings(read, saved, part.optimizer.param_groups)
-    return dict(enumerate(own)) if len(parts) > 1 else single
-
-
-def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """torch's part of the state of one of megatron's optimizers, which in fp32 is all of it."""
-    return state.get("optimizer", state)
-
-
-def _take_settings(read: dict[str, Any], saved: dict[str, Any], own_groups: Sequence[dict[str, Any]]) -> None:
-    if "optimizer" in saved:
-        read.setdefault("optimizer", {})
-    for name in saved.keys() - read.keys() - {"param_groups", "state"}:
-        read[name] = saved[name]
-    steps = {name: value for name, value in _inner(saved)["param_groups"][0].items() if name == "step"}
-    given = _inner(read).get("param_groups", [{}] * len(own_groups))  # which parameters are in them, or nothing
-    _inner(read)["param_groups"] = [
-        {name: value for name, value in own.items() if name != "params"} | steps | group
-        for own, group in zip(own_groups, given, strict=True)
-    ]
-    if "common_step" in _inner(saved).get("state", {}):
-        _inner(read)["state"]["common_step"] = _inner(saved)["state"]["common_step"]
-
-
-def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
-    """Put a loaded state in place. Rates and decays stay as configured.
-
-    Raises:
-        CheckpointError: it is a `DistributedOptimizer`'s and this one is none; the other way round a tensor is missing.
-    """
-    saved = (state, *(part for part in state.values() if isinstance(part, dict)))
-    is_distributed = any(isinstance(part, DistributedOptimizer) for part in optimization.optimizer.chained_optimizers)
-    if not is_distributed and any("param_state_sharding_type" in part for part in saved):
-        raise CheckpointError(
-            "the optimizer's state was saved with --use-distributed-optimizer; add it, or --no-load-optim"
-        )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_settings_kept(optimization))
-        stack.enter_context(groups_known_by_what_they_are())
-        for part in optimization.optimizer.chained_optimizers:
-            if isinstance(part, DistributedOptimizer):
-                stack.enter_context(step_counters_offered(part))
-        optimization.optimizer.load_state_dict(state)
-    separate_step_counters(optimization)
-
-
-@contextlib.contextmanager
-def _settings_kept(optimization: Optimization) -> Iterator[None]:
-    """The flags of this run win over the settings that torch stores with an optimizer's state."""
-    parts = optimization.optimizer.chained_optimizers
-    kept = ("params", "step")
-    configured = [
-        [{name: value for name, value in group.items() if name not in kept} for group in part.optimizer.param_groups]
-        for part in parts
-    ]
-    yield
-    for part, settings in zip(parts, configured, strict=True):
-        for group, wanted in zip(part.optimizer.param_groups, settings, strict=True):
-            group.update(wanted)
-
-
-def separate_step_counters(optimization: Optimization) -> None:
-    """Give every parameter its own step counter, on its own device: there the fused Adam counts.
-
-    megatron loads one tensor into all of them; the next step would then count it up once for
-    every parameter, and Adam's bias correction would be silently wrong.
-    """
-    for part in optimization.optimizer.chained_optimizers:
-        for parameter, values in part.optimizer.state.items():
-            if torch.is_tensor(values.get("step")):
-                values["step"] = values["step"].to(parameter.device, copy=True)
-
-
 # -- which weights they are ------------------------------------------------------------------------
 
 
@@ -299,3 +190,53 @@ def weights_fingerprint(policy: PolicyModel, groups: ParallelGroups, dtype: torc
         return (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)
 
     return int(sum_over_model(policy.chunks, groups, share)) % 2**64
+
+
+# -- files of ranks, which earlier versions wrote ----------------------------------------------------
+
+
+def load_rank_files(
+    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization
+) -> None:
+    """Load weights and the optimizer's state of the same topology from Megatron's format torch, in place; collective.
+
+    ``optimizer`` has what is no tensor, ``optimizer_state`` the tensors by their names in the whole model.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
+    """
+    make_room(optimization)
+    load_weights(directory, policy, groups)
+    load_state(optimization, succeed_on_all_ranks(lambda: _state_of_rank(directory, policy, groups, optimization)))
+
+
+def _state_of_rank(
+    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization
+) -> dict[str, Any]:
+    """In the form that this model's optimizer takes."""
+    own = topology_of(directory).name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
+    content = read_models(directory / own / MODEL_FILE, mapped=False)
+    found, state = content.get("optimizer_state", {}), content.get("optimizer", {})
+    pieces, rest, stacks = load_preprocess(sharded_state(policy, optimization, loading=True)["optimizer"])
+    pieces, _ = extract_sharded_base(pieces)
+
+    def taken(piece: ShardedTensor) -> torch.Tensor:
+        tensor = found.get(piece_name(piece))
+        if tensor is None or tensor.shape != piece.local_shape:
+            raise CheckpointError(
+                f"checkpoint {str(directory)!r} has no {piece_name(piece)} of {list(piece.local_shape)}; use the flags "
+                "it was trained with, or --no-load-optim"
+            )
+        return tensor
+
+    dict_list_map_inplace(taken, pieces)
+    for part in (rest, pieces):
+        merge(state, part)
+    return apply_factory_merges(state, stacks)
+
+
+def piece_name(piece: ShardedTensor) -> str:
+    """And where it lies in the whole tensor. Example, layer 1 and expert 3:
+    ``optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc2.weight@1.3.0.0``.
+    """
+    return f"{piece.key}@{'.'.join(map(str, piece.global_offset))}"

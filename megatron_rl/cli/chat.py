@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
-from megatron_rl.cli.start import ModelCommand
+from megatron_rl.cli.model import USAGE_OF_FLAGS, ModelCommand, model_config
 from megatron_rl.config.rl_config import RLConfig
 
 if TYPE_CHECKING:

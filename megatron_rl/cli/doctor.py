@@ -17,16 +17,18 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 import megatron_rl
 from megatron_rl.errors import one_line
 from megatron_rl.metrics.logging import configure_logging
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 GIB = 2**30
 OPTIONAL = ("wandb",)
@@ -35,11 +37,10 @@ FEWEST_FILES = 4096
 MASTER_PORT = 29500
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report."""
 
-    level: Literal["ok", "warning", "error"]
+    level: str
     what: str
     text: str
 
@@ -50,13 +51,13 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(f"usage: megatron-rl doctor\n\n{__doc__}\n")
         return 0 if words[0] in ("-h", "--help") else 2
     configure_logging(rank=1)
-    findings = []
+    code = 0
     for check in CHECKS:
-        for finding in _guarded(check):
-            sys.stdout.write(f"{finding.level:<8} {finding.what:<14} {one_line(finding.text)}\n")
+        for level, what, text in _guarded(check):
+            sys.stdout.write(f"{level:<8} {what:<14} {one_line(text)}\n")
             sys.stdout.flush()
-            findings.append(finding)
-    return int(any(finding.level == "error" for finding in findings))
+            code = 1 if level == "error" else code
+    return code
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -65,6 +66,11 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from check()
     except Exception as error:  # noqa: BLE001 - libraries of this machine raise whatever they like
         yield Finding("error", check.__name__, f"{type(error).__name__}: {error}")
+
+
+def _found(what: str, text: str, fault: str | None, level: str = "warning") -> Finding:
+    """``fault`` at that level; ``text`` where there is none."""
+    return Finding("ok", what, text) if fault is None else Finding(level, what, fault)
 
 
 def packages() -> Iterator[Finding]:
@@ -79,14 +85,11 @@ def packages() -> Iterator[Finding]:
         text = "megatron-rl is not installed, so versions are not compared; pip install ."
         yield Finding("warning", "packages", text)
         return
-    wanted = installed.metadata["Requires-Python"]
-    fits = SpecifierSet(wanted).contains(platform.python_version())
-    yield Finding("ok", "python", platform.python_version()) if fits else Finding(
-        "error", "python", f"{platform.python_version()} is not {wanted}; make the environment with one that is"
-    )
+    own, wanted = platform.python_version(), installed.metadata["Requires-Python"]
+    fault = f"{own} is not {wanted}; make the environment with one that is"
+    yield _found("python", own, None if SpecifierSet(wanted).contains(own) else fault, "error")
     good = 0
-    for line in installed.requires or ():
-        requirement = Requirement(line)
+    for requirement in map(Requirement, installed.requires or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         fault = _misfit(requirement)
@@ -98,7 +101,7 @@ def packages() -> Iterator[Finding]:
     yield Finding("ok", "packages", f"{good} have the versions that setup.py asks for")
 
 
-def _misfit(requirement: object) -> str | None:
+def _misfit(requirement: Requirement) -> str | None:
     try:
         there = version(requirement.name)
     except PackageNotFoundError:
@@ -114,18 +117,16 @@ def devices() -> Iterator[Finding]:
 
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
     yield Finding("ok", "torch", f"{torch.__version__}, built for {built_for}")
-    has_driver = Path("/dev/nvidia0").exists()
     if not torch.cuda.is_available():
-        if has_driver:
-            advice = "install the driver for it" if torch.version.cuda else "install torch built for CUDA"
-            yield Finding("error", "cuda", f"there is a GPU that torch cannot use; {advice}")
-        else:
-            yield Finding("ok", "cuda", "no GPU: runs use the CPU, which is for trying things out")
+        advice = "install the driver for it" if torch.version.cuda else "install torch built for CUDA"
+        fault = f"there is a GPU that torch cannot use; {advice}" if Path("/dev/nvidia0").exists() else None
+        yield _found("cuda", "no GPU: runs use the CPU, which is for trying things out", fault, "error")
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         text = f"{facts.name}, {facts.major}.{facts.minor}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
-        yield _fine_if(free >= 0.9 * total, f"gpu {index}", text, "nvidia-smi says who has the rest")
+        fault = f"{text}; nvidia-smi says who has the rest"
+        yield _found(f"gpu {index}", text, None if free >= 0.9 * total else fault)
     if torch.cuda.is_available():
         if dist.is_nccl_available():
             yield Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
@@ -151,15 +152,13 @@ def kernels() -> Iterator[Finding]:
         backend = BACKENDS.get(name)
         absent = backend.problem(facts_of(device))
         if absent is not None:
-            yield Finding("ok", f"{name}", f"not used: {absent}")
+            yield Finding("ok", name, f"not used: {absent}")
             continue
         parts = [fault_of_packed(backend.packed, *shape)] if backend.packed is not None else []
         if backend.cache is not None and backend.cache.layout == "blocks":
             parts.append(fault_of_cache(backend.cache, *shape))
-        fault = next(filter(None, parts), None)
-        yield Finding("ok", name, "attention agrees with plain torch") if fault is None else Finding(
-            "warning", name, f"{fault}; --attention-backend auto passes it over"
-        )
+        faults = [f"{fault}; --attention-backend auto passes it over" for fault in parts if fault]
+        yield _found(name, "attention agrees with plain torch", next(iter(faults), None))
     if device.type == "cuda":
         import triton  # a run on GPUs has kernels of ours
 
@@ -171,27 +170,23 @@ def kernels() -> Iterator[Finding]:
 
 def machine() -> Iterator[Finding]:
     """Memory, disk, files."""
-    memory = psutil.virtual_memory()
-    yield _enough("memory", memory.available, 4 * GIB, "end other programs, or take a larger machine")
-    yield _enough("disk", shutil.disk_usage(".").free, 10 * GIB, "checkpoints go here; --run-dir names another place")
-    scratch = Path(tempfile.gettempdir())
-    yield _enough("temporary", shutil.disk_usage(scratch).free, GIB, f"make room in {scratch}, or set TMPDIR")
-    shared = Path("/dev/shm")
-    if shared.is_dir():
+    scratch, shared = tempfile.gettempdir(), "/dev/shm"
+    wanted = [
+        ("memory", psutil.virtual_memory().available, 4, "end other programs, or take a larger machine"),
+        ("disk", shutil.disk_usage(".").free, 10, "checkpoints go here; --run-dir names another place"),
+        ("temporary", shutil.disk_usage(scratch).free, 1, f"make room in {scratch}, or set TMPDIR"),
+    ]
+    if os.path.isdir(shared):
         advice = "ranks of one machine exchange data there; start the container with --ipc=host or --shm-size=16g"
-        yield _enough("shared memory", shutil.disk_usage(shared).free, GIB, advice)
+        wanted.append(("shared memory", shutil.disk_usage(shared).free, 1, advice))
+    for what, free, gib, advice in wanted:
+        text = f"{free / GIB:.1f} GiB free"
+        yield _found(what, text, None if free >= gib * GIB else f"{text}; {advice}")
     if not os.access(".", os.W_OK):
         yield Finding("warning", "directory", f"{Path.cwd()} cannot be written; give --run-dir elsewhere")
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _fine_if(files >= FEWEST_FILES, "open files", f"{files} at most", f"ulimit -n {most}")
-
-
-def _enough(what: str, found: int, wanted: int, advice: str) -> Finding:
-    return _fine_if(found >= wanted, what, f"{found / GIB:.1f} GiB free", advice)
-
-
-def _fine_if(is_fine: bool, what: str, text: str, advice: str) -> Finding:
-    return Finding("ok", what, text) if is_fine else Finding("warning", what, f"{text}; {advice}")
+    text = f"{files} at most"
+    yield _found("open files", text, None if files >= FEWEST_FILES else f"{text}; ulimit -n {most}")
 
 
 def network() -> Iterator[Finding]:

@@ -1,4 +1,6 @@
-"""Ranks started on torchrun's own launcher, without its banner and its report of exit codes.
+"""Ranks started on torchrun's own launcher, without its banner and its report of exit codes; and what a rank runs.
+
+    python -m megatron_rl.cli.launch LAUNCHER MODULE:FUNCTION WORDS      a rank, as `launch` starts it
 
 torchrun answers a signal by asking its ranks to stop and killing them 30 s later, and ends with 1 and a traceback
 itself. Here a signal is passed on and the ranks end when they have saved; the exit code is theirs.
@@ -7,18 +9,21 @@ itself. Here a signal is passed on and the ranks end when they have saved; the e
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import select
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_rl.cli.ranks import Ranks
+from megatron_rl.cli.options import Ranks
+from megatron_rl.environments.child import die_with_parent
 from megatron_rl.main import RUN_ERROR
 from megatron_rl.signals import TYPED_COMMAND
 
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RANK_MODULE = "megatron_rl.cli.rank"
+RANK_MODULE = "megatron_rl.cli.launch"
 ENDED_BY_SIGNAL = 128
 """What a shell adds to the number of the signal that has ended a process."""
 _LOOK_AGAIN_S = 0.2
@@ -159,3 +164,11 @@ def _tell(ranks: Sequence[psutil.Process], number: signal.Signals) -> None:
     for rank in ranks:
         with contextlib.suppress(psutil.Error):
             rank.send_signal(number)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))  # before the imports that take seconds
+    module, function = sys.argv[2].split(":")
+    code = getattr(importlib.import_module(module), function)(sys.argv[3:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # too late: see `megatron_rl.cli.entry`
+    sys.exit(code)

@@ -1,19 +1,31 @@
-"""The model that `chat` and `generate` are given as one word: a Hugging Face directory or name, or a run of ours."""
+"""What `chat`, `generate` and `serve` share: a MODEL, which is one word, and how they begin.
+
+MODEL is a Hugging Face directory or name, or a run of ours.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from megatron_rl.cli.options import read_ranks
 from megatron_rl.config.read import read_config
 from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.config.saved import saved_model
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.families import read_model
+from megatron_rl.main import CONFIGURATION_ERROR, RUN_ERROR, refuse
+from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.run.preflight import preflight
+from megatron_rl.user_files import path_refusal
+
+Parsed = TypeVar("Parsed")
 
 LONGEST_BY_DEFAULT = 4096
 ANSWER_BY_DEFAULT = 1024
@@ -27,11 +39,64 @@ SHORT = {
 USAGE_OF_FLAGS = """  --temperature N, --top-p N, --top-k N, --max-new-tokens N, --seed N
   and the flags of a run, such as --bf16, --seq-length and --tensor-model-parallel-size (megatron-rl train --help-all)
 """
-_TOLD = (
+_TAKEN_FROM_A_RUN = (
     "bf16", "max_position_embeddings", "make_vocab_size_divisible_by", "chat_template", "chat_template_kwargs",
     "system_prompt", "rl_tool_call_parser",
 )  # fmt: skip
 """What a run's config.yaml says and its checkpoints, which bring shape and tokenizer, do not."""
+
+
+@dataclass(frozen=True)
+class ModelCommand(Generic[Parsed]):
+    """A command that takes a MODEL. It runs in this process, or on the ranks that it launches."""
+
+    name: str
+    """That of its module, too."""
+    usage: str
+    parse: Callable[[Sequence[str], int], Parsed]
+    """(words, world size) -> what it needs; raises ConfigError."""
+    run: Callable[[Parsed], int]
+
+    def main(self, words: Sequence[str]) -> int:
+        """0: done, or ended by the user; 1: failed; 2: wrong flags, prompts or files."""
+        if {"-h", "--help"} & set(words):
+            sys.stdout.write(self.usage)
+            return 0
+        _only_warnings()
+        try:
+            ranks, rest = read_ranks(words)
+            if not rest or rest[0].startswith("-"):
+                sys.stderr.write(self.usage)
+                return CONFIGURATION_ERROR
+            if refusal := path_refusal(rest[0]):
+                raise ConfigError([f"MODEL {refusal}"])
+            parsed = self.parse(rest, ranks.world_size)
+        except ConfigError as error:
+            return refuse(error.problems)
+        if ranks.is_one:
+            return _guarded(self.run, parsed)
+        from megatron_rl.cli.launch import launch
+
+        return launch(ranks, f"megatron_rl.cli.{self.name}:rank", rest, ["megatron-rl", self.name, *words])
+
+    def rank(self, words: Sequence[str]) -> int:
+        """The same on a rank that was launched: its words were found good."""
+        _only_warnings()
+        return _guarded(self.run, self.parse(words, int(os.environ["WORLD_SIZE"])))
+
+
+def _guarded(run: Callable[[Parsed], int], parsed: Parsed) -> int:
+    try:
+        return run(parsed)
+    except ConfigError as error:
+        return refuse(error.problems, int(os.environ.get("RANK", "0")))
+    except MegatronRLError as error:
+        sys.stderr.write(f"{error}\n")
+        return RUN_ERROR
+
+
+def _only_warnings() -> None:
+    configure_logging(rank=1)  # the screen belongs to the answers
 
 
 def model_config(name: str, words: Sequence[str], world_size: int, at_once: int) -> RLConfig:
@@ -85,6 +150,6 @@ def _of_run(path: Path) -> tuple[list[str], int | None]:
         return flags, saved[2].get("max_position_embeddings")
     settings = run.read_settings()
     for flag in all_flags():
-        if flag.name in _TOLD and settings.get(flag.name) not in (None, flag.default):
+        if flag.name in _TAKEN_FROM_A_RUN and settings.get(flag.name) not in (None, flag.default):
             flags += shlex.split(flag.typed(settings[flag.name]))
     return flags, settings.get("max_position_embeddings")

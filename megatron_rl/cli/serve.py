@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
+from megatron_rl.cli.model import USAGE_OF_FLAGS, ModelCommand, model_config
 from megatron_rl.cli.options import described, take
-from megatron_rl.cli.start import ModelCommand
 from megatron_rl.config.flags import flag
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl.cli import COMMANDS
-from megatron_rl.cli.ranks import Ranks, read_ranks
+from megatron_rl.cli.options import Ranks, read_ranks
 from megatron_rl.config.read import read_config
 from megatron_rl.config.reference import help_text
 from megatron_rl.errors import ConfigError, Problem

@@ -23,7 +23,7 @@ from megatron_rl.families import Architecture, Head, ModelLayout
 from megatron_rl.models.attention.plan import Ropes, RopeTable
 from megatron_rl.models.attention.selection import Attention, checked_attention, requirements_of
 from megatron_rl.models.ends import ValueHead, scale_embedding
-from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
+from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters, refuse_buffers
 from megatron_rl.models.spec import block_spec, fp8_settings
 from megatron_rl.platform import Platform
 from megatron_rl.platform.groups import current_groups
@@ -164,6 +164,7 @@ def build_model(
         _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
         for chunk in range(config.stages.chunks)
     )
+    refuse_buffers(chunks)
     on_cpu = transformer_config.use_cpu_initialization
     draw_parameters(chunks, layout, config.model, torch.initial_seed(), groups.part_of, on_cpu)
     for gpt in chunks:

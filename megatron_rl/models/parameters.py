@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_rl.config.model import ModelConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.layout import EMBEDDING, own_name
 from megatron_rl.models.experts import GroupedExperts
@@ -52,6 +53,18 @@ def _global_name(gpt: GPTModel, given: str) -> str:
         layer = gpt.decoder.layers[int(parts[2])]
         parts[2:] = str(layer.layer_number - 1), counted_over_ranks(layer, parts[3])
     return own_name(".".join(parts))
+
+
+def refuse_buffers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Loading and saving Hugging Face weights, fingerprints and the reference policy know of parameters alone.
+
+    Raises:
+        ConfigError: the model has a buffer that belongs to its weights, such as a router's bias; names the first.
+    """
+    found = [name for gpt in chunks for name in dict(gpt.named_buffers()).keys() & gpt.state_dict().keys()]
+    if found:
+        text = f"the model keeps {min(found)} in a buffer, which checkpoints and the reference policy would leave out"
+        raise ConfigError([f"{text}; make it a parameter, one without gradient if it is not trained"])
 
 
 def counted_once(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

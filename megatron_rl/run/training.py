@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_rl.checkpoint.run_state import Origin, run_state_of
+from megatron_rl.checkpoint.run_state import StartingWeights, run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.platform.collectives import any_rank, broadcast_json
@@ -48,7 +48,7 @@ class TrainingRun(Run):
     optimization: Optimization
     critic: Optimization | None
     """None without one."""
-    origin: Origin | None
+    origin: StartingWeights | None
     """What the run started from; None of a run that an earlier version began."""
     states: StateRegistry
     """What a checkpoint holds besides weights and optimizer."""
@@ -98,15 +98,16 @@ class TrainingRun(Run):
             SaveError: it failed and is the ``final`` one. Another that fails is tried again when the next is due.
         """
         progress, config = self.progress, self.config
+        with_optimizer = not config.checkpoint.no_save_optim
         state = run_state_of(
             config,
             self.policy,
-            progress.step,
-            progress.updates > 0 and not config.checkpoint.no_save_optim,
             self.tokenizer.end_token_ids,
-            self.origin,
-            self.states.collect(),
-            None if self.critic is None else progress.critic_updates > 0 and not config.checkpoint.no_save_optim,
+            step=progress.step,
+            has_optimizer=progress.updates > 0 and with_optimizer,
+            critic_has_optimizer=None if self.critic is None else progress.critic_updates > 0 and with_optimizer,
+            origin=self.origin,
+            components=self.states.collect(),
         )
         try:
             with self.phases.save():

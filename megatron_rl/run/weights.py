@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import Origin, RunState, read_run_state
+from megatron_rl.checkpoint.run_state import RunState, StartingWeights, read_run_state
 from megatron_rl.checkpoint.tensors import fingerprints
 from megatron_rl.config.critic import critic_config
 from megatron_rl.config.rl_config import RLConfig
@@ -42,7 +42,7 @@ class Start:
     """None where nothing asks it."""
     saved: RunState | None
     """None where the run begins."""
-    origin: Origin | None
+    origin: StartingWeights | None
     """What the run began with, be it at an earlier start; None of a run that an earlier version began."""
     end_token_ids: Sequence[int]
     """What ended an answer in the run that the weights come from."""
@@ -78,7 +78,7 @@ def start_weights(
         return Start(optimization, reference, None, origin, end_tokens_of(origin), critic)
     with_optimizer = not config.checkpoint.no_load_optim
     saved = checkpoints.resume(directory, policy, optimization, with_optimizer, critic)
-    return Start(optimization, reference, saved, origin, saved.end_token_ids, critic)
+    return Start(optimization, reference, saved, origin, saved.model.end_token_ids, critic)
 
 
 def first_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> Optimization:
@@ -102,14 +102,14 @@ def copy_trunk(policy: PolicyModel, critic: PolicyModel) -> None:
 
 def read_first_weights(
     config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
-) -> Origin:
+) -> StartingWeights:
     """Fill the model with what a flag names, or leave the random weights it has; collective."""
     return _read(first_weights(config)[1], policy, checkpoints, groups)
 
 
-def end_tokens_of(origin: Origin) -> Sequence[int]:
+def end_tokens_of(origin: StartingWeights) -> Sequence[int]:
     """What ended an answer in the run that the weights are of."""
-    return read_run_state(Path(origin.path)).end_token_ids if origin.kind == "checkpoint" else ()
+    return read_run_state(Path(origin.path)).model.end_token_ids if origin.kind == "checkpoint" else ()
 
 
 def _to_continue(config: RLConfig, checkpoints: CheckpointManager) -> Path | None:
@@ -123,7 +123,7 @@ def _to_continue(config: RLConfig, checkpoints: CheckpointManager) -> Path | Non
 
 def _read_reference(
     config: RLConfig, directory: Path, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
-) -> Origin:
+) -> StartingWeights:
     state = read_run_state(directory)
     wanted = reference_weights(config, directory, state)
     found = _read(wanted, policy, checkpoints, groups)
@@ -135,7 +135,7 @@ def _read_reference(
     return replace(found, weights={**wanted.weights, **found.weights})
 
 
-def _another(directory: Path, state: RunState, found: Origin) -> str:
+def _another(directory: Path, state: RunState, found: StartingWeights) -> str:
     if found.kind == "drawn":
         return (
             f"the run of {str(directory)!r} began with random weights (seed {state.seed}), which are the reference of "
@@ -149,7 +149,9 @@ def _another(directory: Path, state: RunState, found: Origin) -> str:
     )
 
 
-def _read(origin: Origin, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups) -> Origin:
+def _read(
+    origin: StartingWeights, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
+) -> StartingWeights:
     """Fill the model from there; returns where exactly, and the fingerprint of what was found."""
     path = origin.path
     if origin.kind == "checkpoint":

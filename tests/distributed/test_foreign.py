@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.checkpoint.foreign import Topology
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from megatron_rl.checkpoint.torch_files import Split
 from tests.support.checkpoints import contents, differences
 from tests.support.foreign import numbered_experts, random_policy, transformer_engine, write_dist, write_ranks
 from tests.support.ranks import run_ranks
@@ -32,7 +32,7 @@ def test_any_layout_reads_what_any_other_wrote(one_rank: Any, tmp_path: Path, la
     ranks, shape, parallel = LAYOUTS[layout]
     source = random_policy(tiny_config(**shape))
     rename = numbered_experts if "num_experts" in shape else transformer_engine
-    splits = [Split(), Split(2), Split(1, 2), *([Split(2, 1, 4, 1)] if "num_experts" in shape else [])]
+    splits = [Topology(), Topology(2), Topology(1, 2), *([Topology(2, 1, 4, 1)] if "num_experts" in shape else [])]
     directories = [
         write_ranks(tmp_path / str(split), source, None, split, rename=rename, padded=VOCABULARY + 8)
         for split in splits

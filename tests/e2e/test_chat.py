@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from megatron_rl import cli
 from megatron_rl.cli import launch
 from megatron_rl.cli.model import model_config
-from megatron_rl.cli.ranks import Ranks
+from megatron_rl.cli.options import Ranks
 from megatron_rl.families.family import SMALL
 from megatron_rl.generation import Chat, as_prompt, open_generator
 from tests.support.forks import run_python

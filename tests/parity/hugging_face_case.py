@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.layout import commit, temporary_directory
-from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
+from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of, write_run_state
 from megatron_rl.checkpoint.tensors import fingerprints, save_tensors
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import read_model
@@ -52,10 +52,7 @@ def _save_checkpoint(root: Path, config: RLConfig, policy: PolicyModel, groups: 
     dist.barrier()
     save_tensors(target, policy, None)
     if groups.is_main:
-        state = RunState(
-            step=1, padded_vocab_size=policy.padded_vocab_size,
-            architecture=architecture_of(config.architecture()),
-        )  # fmt: skip
+        state = RunState(step=1, model=ModelFacts(architecture_of(config.architecture())))
         write_run_state(target, state)
         commit(root, 1)
     dist.barrier()

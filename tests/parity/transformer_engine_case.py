@@ -12,11 +12,10 @@ import transformer_engine as fake
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.run_state import RunState
 from megatron_rl.checkpoint.stored import load_weights
-from megatron_rl.checkpoint.tensors import load, save_tensors
+from megatron_rl.checkpoint.tensors import load, load_rank_files, save_tensors
 from megatron_rl.families import read_model
 from megatron_rl.loop import rl_step
 from megatron_rl.models.gpt import PolicyModel, build_model
@@ -138,7 +137,7 @@ def _resumed(other: PolicyModel, local: PolicyModel, groups: ParallelGroups, fol
     save_tensors(_made(folder, "all"), other, optimizations[0])
     load(folder / "all", local, optimizations[1])
     directory = write_ours(folder, RunState(step=2), optimizations[0], groups)
-    torch_format.load(directory, third, groups, optimizations[2])
+    load_rank_files(directory, third, groups, optimizations[2])
     for optimization in optimizations:
         _step(optimization, seed=2)
     pairs = {

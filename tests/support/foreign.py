@@ -16,8 +16,8 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology
 from megatron_rl.checkpoint.run_state import architecture_of
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ExpertShare, ModelLayout, Stages
 from megatron_rl.models.gpt import PolicyModel
@@ -68,21 +68,22 @@ def write_ranks(
     root: Path,
     policy: PolicyModel,
     args: argparse.Namespace | None,
-    split: Split | None = None,
+    topology: Topology | None = None,
     stages: Stages | None = None,
     rename: Rename = lambda tensors: tensors,
     padded: int = VOCABULARY,
     step: int = 12,
 ) -> Path:
     """A file a rank, of a model that one rank has. ``padded`` are the rows of the embedding over all ranks."""
-    split = split or Split()
-    stages, directory = stages or Stages(split.stages), root / f"iter_{step:07d}"
-    for (rank, expert_rank, part), stage in itertools.product(split.places, range(split.stages)):
-        chunks = [rename(tensors) for tensors in _chunks(policy, split, stages, rank, stage, expert_rank, part, padded)]
+    topology = topology or Topology()
+    stages, directory = stages or Stages(topology.stages), root / f"iter_{step:07d}"
+    for (rank, expert_rank, part), stage in itertools.product(topology.places, range(topology.stages)):
+        chunks = _chunks(policy, topology, stages, rank, stage, expert_rank, part, padded)
+        chunks = [rename(tensors) for tensors in chunks]
         models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{n}": chunk for n, chunk in enumerate(chunks)}
         random_state = {"np_rng_state": np.random.RandomState(1).get_state(), "torch_rng_state": torch.get_rng_state()}
         content = {"checkpoint_version": 3.0, "iteration": step, **models, "rng_state": [random_state]}
-        target = directory / split.name(rank, stage, expert_rank)
+        target = directory / topology.name(rank, stage, expert_rank)
         target.mkdir(parents=True)
         torch.save(content | ({} if args is None else {"args": args}), target / MODEL_FILE)
     (root / POINTER).write_text(f"{step}\n")
@@ -90,19 +91,20 @@ def write_ranks(
 
 
 def _chunks(
-    policy: PolicyModel, split: Split, stages: Stages, rank: int, stage: int, expert_rank: int, part: int, padded: int
+    policy: PolicyModel, topology: Topology, stages: Stages, rank: int, stage: int, expert_rank: int, part: int,
+    padded: int,
 ) -> list[dict[str, torch.Tensor]]:
     """Layers and experts are counted from 0 in each; a tied last stage has a copy of the embedding."""
     whole, model = dict(policy.named_parameters()), policy.layout.architecture
-    share = ExpertShare(split.experts, expert_rank, split.cut if split.experts > 1 else None)
+    share = ExpertShare(topology.experts, expert_rank, topology.cut if topology.experts > 1 else None)
     layers = stages.layers_of(stage, model.num_layers)
     found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
-    for parameter in ModelLayout.of(model, split.tensor, padded, stage, stages, share).parameters:
+    for parameter in ModelLayout.of(model, topology.tensor, padded, stage, stages, share).parameters:
         words = parameter.name.split(".")
         values, number = whole[parameter.name].detach(), rank
         if parameter.is_over_the_vocabulary:
             values = torch.cat([values, torch.full((padded, values.shape[1]), 0.5)])[:padded]
-        if parameter.is_of_an_expert and split.experts > 1:
+        if parameter.is_of_an_expert and topology.experts > 1:
             words[6], number = str(int(words[6]) - share.of(model.num_experts).start), part
         chunk = 0 if words[0] == "embedding" else len(layers) - 1
         if words[1] == "layers":

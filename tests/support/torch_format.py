@@ -9,12 +9,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology
 from megatron_rl.checkpoint.layout import write_manifest
 from megatron_rl.checkpoint.run_state import RunState, write_run_state
 from megatron_rl.checkpoint.state import save_rank_state
-from megatron_rl.checkpoint.tensors import named_chunks, sharded_state
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
-from megatron_rl.checkpoint.torch_format import piece_name
+from megatron_rl.checkpoint.tensors import named_chunks, piece_name, sharded_state
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.optimizer import Optimization
 
@@ -27,11 +26,11 @@ def write_ours(root: Path, state: RunState, optimization: Optimization, groups: 
     whole = sharded_state(policy, optimization, loading=False)["optimizer"]
     pieces, content["optimizer"] = save_preprocess(whole, validate_access_integrity=False)
     content["optimizer_state"] = {piece_name(piece): piece.data for piece in nested_values(pieces)}
-    split = Split(
+    topology = Topology(
         groups.tensor_group.size(), groups.pipeline_group.size(), groups.experts.parallel.size(),
         groups.experts.tensor.size() if groups.experts.parallel.size() > 1 else 1,
     )  # fmt: skip
-    folder = directory / split.name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
+    folder = directory / topology.name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
     if dist.get_global_rank(groups.lockstep_group, 0) == 0:  # such ranks hold all parameters between them
         folder.mkdir(parents=True)
         torch.save(content, folder / MODEL_FILE)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_rl.checkpoint.hf.formats import FORMATS, TargetFormat, target_format
-from megatron_rl.checkpoint.hf.quantize import ConversionReport, convert
+from megatron_rl.checkpoint.hf.quantize import FORMATS, ConversionReport, TargetFormat, convert, target_format
 from megatron_rl.errors import ConfigError, MegatronRLError, one_line
 from megatron_rl.families import model_directory
 

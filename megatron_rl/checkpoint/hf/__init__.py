@@ -1,7 +1,6 @@
 """Hugging Face checkpoints in and out, a piece at a time: no rank ever holds more than it needs.
 
-    load.py         a directory into a model, or into a checkpoint of ours
-    save.py         a model, or a checkpoint of ours, into a directory
-    torch_dist.py   our checkpoints' files without a model
-    quantize.py     a directory in full precision into one of 8 bits, in the formats of formats.py
+    load.py       a directory into a model, or into a checkpoint of ours
+    save.py       a model, or a checkpoint of ours, into a directory
+    quantize.py   a directory in full precision into one of 8 bits
 """

@@ -9,9 +9,16 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.hf.torch_dist import write_parameters
+from megatron_rl.checkpoint.dist_files import write_parameters
 from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
-from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, lasting, write_run_state
+from megatron_rl.checkpoint.run_state import (
+    ModelFacts,
+    RunState,
+    StartingWeights,
+    architecture_of,
+    lasting,
+    write_run_state,
+)
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, ModelLayout, Parameter, Piece
 from megatron_rl.families.architecture import padded_vocabulary
@@ -32,18 +39,14 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
         CheckpointError: the files are damaged, or are not of this model.
     """
     weights = model.weights
-    with TensorReader(model.directory) as reader, torch.no_grad():
-        shared = {parameter.name: parameter for parameter in policy.layout.parameters}
-        for name, parameter in policy.named_parameters():
-            if shared[name].is_value_head:
-                continue
-            if name not in weights:
-                raise CheckpointError(f"{model.directory}: {model.family.class_name} has nothing for parameter {name}")
-            fill(parameter, weights[name].pieces(shared[name], groups.part_of(shared[name])), reader)
+    held = {parameter.name: parameter for parameter in policy.layout.parameters if not parameter.is_value_head}
     known = {parameter.name for parameter in ModelLayout.of(policy.layout.architecture).parameters}
-    left = [name for name in weights if name not in known]
-    if left:
-        raise CheckpointError(f"{model.directory}: this model has no parameter {left[0]} for the tensors of it")
+    if others := (held.keys() - weights.keys()) | (weights.keys() - known):
+        raise CheckpointError(f"{model.directory} is of another model: only one of the two has {min(others)}")
+    with TensorReader(model.directory) as reader, torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if name in held:
+                fill(parameter, weights[name].pieces(held[name], groups.part_of(held[name])), reader)
     logger.info("weights from %s: %.1f MiB read by this rank", model.directory, reader.bytes_read / 2**20)
     return reader.bytes_read
 
@@ -100,17 +103,15 @@ def import_hf(
             return values
 
         write_parameters(target, layout, dtype, make)
-    state = RunState(
-        step=0,
-        has_optimizer=False,
-        vocab_size=tokenizer_size,
-        end_token_ids=list(end_token_ids(model.directory)),
-        padded_vocab_size=layout.padded_vocab_size,
+    facts = ModelFacts(
         architecture=architecture_of(model.architecture),
         flags=_flags_of(model, tokenizer),
-        origin=Origin.at("hugging_face", str(model.directory)),
+        vocab_size=tokenizer_size,
+        padded_vocab_size=layout.padded_vocab_size,
+        end_token_ids=list(end_token_ids(model.directory)),
     )
-    write_run_state(target, state)
+    origin = StartingWeights.at("hugging_face", str(model.directory))
+    write_run_state(target, RunState(step=0, model=facts, has_optimizer=False, origin=origin))
     committed = commit(root, 0)
     logger.info("wrote %s", committed)
     return committed

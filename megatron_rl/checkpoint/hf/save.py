@@ -46,10 +46,10 @@ def origin_of(path: str | Path, option: str) -> HfModel:
     state = read_run_state(directory)
     try:
         for _ in range(LONGEST_DESCENT):
-            if not state.hf_directory and state.origin is not None and state.origin.kind == "checkpoint":
+            if not state.model.hf_directory and state.origin is not None and state.origin.kind == "checkpoint":
                 state = read_run_state(Path(state.origin.path))
-        if state.hf_directory:
-            return read_model(state.hf_directory)
+        if state.model.hf_directory:
+            return read_model(state.model.hf_directory)
         if state.origin is not None and state.origin.kind == "hugging_face":
             return read_model(state.origin.path)
         fault = "does not say which Hugging Face directory its model came from"

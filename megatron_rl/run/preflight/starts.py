@@ -15,7 +15,7 @@ from megatron_rl.families import model_directory, read_model, weight_problems
 from megatron_rl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags need not wait for
-    from megatron_rl.checkpoint.run_state import Origin, RunState
+    from megatron_rl.checkpoint.run_state import RunState, StartingWeights
 
 
 def resumes(config: RLConfig) -> bool:
@@ -38,23 +38,23 @@ def run_to_continue(config: RLConfig) -> tuple[str, str] | None:
     return None
 
 
-def first_weights(config: RLConfig) -> tuple[str, Origin]:
+def first_weights(config: RLConfig) -> tuple[str, StartingWeights]:
     """Flag and place of what a run begins with, not yet read. It means the same at every start of the run."""
     from megatron_rl.checkpoint.layout import holds_checkpoint
-    from megatron_rl.checkpoint.run_state import Origin
+    from megatron_rl.checkpoint.run_state import StartingWeights
 
     checkpoint = config.checkpoint
     load = checkpoint.load
     if checkpoint.finetune and load is not None and not config.loads_what_it_saves and holds_checkpoint(load):
-        return "--load", Origin.at("checkpoint", load)
+        return "--load", StartingWeights.at("checkpoint", load)
     if checkpoint.pretrained_checkpoint is not None:
-        return "--pretrained-checkpoint", Origin.at("checkpoint", checkpoint.pretrained_checkpoint)
+        return "--pretrained-checkpoint", StartingWeights.at("checkpoint", checkpoint.pretrained_checkpoint)
     if checkpoint.load_hf is not None:
-        return "--load-hf", Origin.at("hugging_face", str(model_directory(checkpoint.load_hf)))
-    return "", Origin("drawn")
+        return "--load-hf", StartingWeights.at("hugging_face", str(model_directory(checkpoint.load_hf)))
+    return "", StartingWeights("drawn")
 
 
-def reference_weights(config: RLConfig, directory: Path, state: RunState) -> Origin:
+def reference_weights(config: RLConfig, directory: Path, state: RunState) -> StartingWeights:
     """The weights that the run saved in ``directory`` started from, and where this start is to read them.
 
     Where the flags name another place than the run was started with, the weights lie there now.

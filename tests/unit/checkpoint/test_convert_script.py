@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf.load import import_hf
 from megatron_rl.checkpoint.layout import write_manifest
-from megatron_rl.checkpoint.run_state import Origin, read_run_state, write_run_state
+from megatron_rl.checkpoint.run_state import StartingWeights, read_run_state, write_run_state
 from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
 from tests.support.hugging_face import write_model
@@ -58,11 +58,12 @@ def test_it_writes_the_bits_that_were_saved(script, tmp_path, origin, saved) -> 
     assert (tmp_path / "out" / "config.json").read_bytes() == (origin / "config.json").read_bytes()
 
 
-def began_with(saved: Path, folder: Path, origin: Origin | None, hf_directory: str = "") -> Path:
+def began_with(saved: Path, folder: Path, origin: StartingWeights | None, hf_directory: str = "") -> Path:
     """The same checkpoint as of a run that began with ``origin``, and has its shape from ``hf_directory``."""
     shutil.copytree(saved, folder)
     step = folder / "checkpoints" / "step_0000000"
-    write_run_state(step, replace(read_run_state(step), origin=origin, hf_directory=hf_directory))
+    state = read_run_state(step)
+    write_run_state(step, replace(state, origin=origin, model=replace(state.model, hf_directory=hf_directory)))
     (step / "manifest.json").unlink()
     write_manifest(step, 0)
     return folder
@@ -70,14 +71,14 @@ def began_with(saved: Path, folder: Path, origin: Origin | None, hf_directory: s
 
 def test_a_checkpoint_knows_where_its_model_came_from(script, tmp_path, origin, saved, capsys) -> None:
     step = saved / "checkpoints" / "step_0000000"
-    later = began_with(saved, tmp_path / "later", Origin.at("checkpoint", str(step)))
-    shaped = began_with(saved, tmp_path / "shaped", Origin("drawn"), str(origin))
+    later = began_with(saved, tmp_path / "later", StartingWeights.at("checkpoint", str(step)))
+    shaped = began_with(saved, tmp_path / "shaped", StartingWeights("drawn"), str(origin))
     for source, out in ((saved, "out"), (later, "out_later"), (shaped, "out_shaped")):
         assert script(source, tmp_path / out) == 0
         assert (tmp_path / out / "config.json").read_bytes() == (origin / "config.json").read_bytes()
-    drawn = began_with(saved, tmp_path / "drawn", Origin("drawn"))
+    drawn = began_with(saved, tmp_path / "drawn", StartingWeights("drawn"))
     older = began_with(saved, tmp_path / "older", None)
-    itself = Origin.at("checkpoint", str(tmp_path / "circle" / "checkpoints" / "step_0000000"))
+    itself = StartingWeights.at("checkpoint", str(tmp_path / "circle" / "checkpoints" / "step_0000000"))
     circle = began_with(saved, tmp_path / "circle", itself)
     for source in (drawn, older, circle):
         capsys.readouterr()

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, read
 from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import architecture_problems, continuation_problems, read_run_state
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Stages
@@ -84,27 +84,29 @@ def test_experts_in_a_loop_store_the_same_names(one_rank, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("has_args", [True, False], ids=["args", "no args"])
 @pytest.mark.parametrize(
-    ("shape", "split", "stages", "rename"),
+    ("shape", "topology", "stages", "rename"),
     [
-        (DENSE, Split(), None, transformer_engine),
-        (DENSE, Split(2), None, lambda tensors: tensors),
-        (TIED, Split(2, 2), None, transformer_engine),
-        (TIED, Split(1, 2), Stages(2, first=1), transformer_engine),
-        (TIED, Split(1, 2), Stages(2, chunks=2), transformer_engine),
-        (EXPERTS, Split(2), None, numbered_experts),
-        (EXPERTS, Split(1, 1, 2), None, numbered_experts),
-        (EXPERTS, Split(2, 2, 2, 2), None, stacked_experts),
-        (EXPERTS, Split(2, 1, 4, 1), None, lambda tensors: tensors),
-        (EXPERTS, Split(4, 2, 2, 1), Stages(2, chunks=2), numbered_experts),
+        (DENSE, Topology(), None, transformer_engine),
+        (DENSE, Topology(2), None, lambda tensors: tensors),
+        (TIED, Topology(2, 2), None, transformer_engine),
+        (TIED, Topology(1, 2), Stages(2, first=1), transformer_engine),
+        (TIED, Topology(1, 2), Stages(2, chunks=2), transformer_engine),
+        (EXPERTS, Topology(2), None, numbered_experts),
+        (EXPERTS, Topology(1, 1, 2), None, numbered_experts),
+        (EXPERTS, Topology(2, 2, 2, 2), None, stacked_experts),
+        (EXPERTS, Topology(2, 1, 4, 1), None, lambda tensors: tensors),
+        (EXPERTS, Topology(4, 2, 2, 1), Stages(2, chunks=2), numbered_experts),
     ],
-    ids=lambda value: str(value) if isinstance(value, Split) else getattr(value, "__name__", None),
+    ids=lambda value: str(value) if isinstance(value, Topology) else getattr(value, "__name__", None),
 )  # fmt: skip
 def test_files_of_ranks_load_however_they_are_cut(
-    one_rank, tmp_path: Path, shape: dict[str, Any], split: Split, stages: Stages | None, rename: Any, has_args: bool
+    one_rank, tmp_path: Path, shape: dict[str, Any], topology: Topology, stages: Stages | None, rename: Any,
+    has_args: bool,
 ) -> None:
     config = tiny_config(**shape)
     source = random_policy(config)
-    write_ranks(tmp_path, source, args_of(config) if has_args else None, split, stages, rename, padded=VOCABULARY + 16)
+    args = args_of(config) if has_args else None
+    write_ranks(tmp_path, source, args, topology, stages, rename, padded=VOCABULARY + 16)
     _assert_loads(tmp_path, source, config, one_rank)
 
 
@@ -112,7 +114,7 @@ def test_experts_that_tensor_parallel_ranks_do_not_cut(one_rank, tmp_path: Path)
     """Tensor parallelism of 2 and of 1 for experts: both files have them whole."""
     config = tiny_config(**EXPERTS)
     source = random_policy(config)
-    directory = write_ranks(tmp_path, source, None, Split(2))
+    directory = write_ranks(tmp_path, source, None, Topology(2))
     whole = write_ranks(tmp_path / "whole", source, None)
     experts = torch.load(whole / "mp_rank_00" / MODEL_FILE, weights_only=False)["model"]
     for rank in ("mp_rank_00", "mp_rank_01"):
@@ -158,6 +160,17 @@ def test_a_flag_that_disagrees_is_named_with_both_values(one_rank, tmp_path: Pat
     ):
         (line,) = architecture_problems(tiny_config(**EXPERTS | change), directory, VOCABULARY)
         assert text in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "saved", "value"),
+    [("window_size", None, 8), ("rotary_seq_len_interpolation_factor", None, 2.0), ("apply_layernorm_1p", False, True)],
+)
+def test_a_flag_that_makes_another_model_of_the_same_tensors_is_compared(one_rank, tmp_path, flag, saved, value):
+    """They were passed over where Megatron-LM had left them out."""
+    directory = write_ranks(tmp_path, random_policy(tiny_config()), args_of(tiny_config()))
+    (line,) = architecture_problems(tiny_config(transformer_impl="local", **{flag: value}), directory, VOCABULARY)
+    assert f"{flag} {saved}, this run has {value}" in line
 
 
 @pytest.mark.parametrize("write", [write_dist, write_ranks])
@@ -262,7 +275,7 @@ def test_a_directory_of_hugging_face_is_named(tmp_path: Path) -> None:
 
 def test_missing_and_truncated_files_are_named(one_rank, tmp_path: Path) -> None:
     config = tiny_config()
-    ranks, whole = write_ranks(tmp_path / "ranks", tiny_policy(config), None, Split(2, 2)), tmp_path / "whole"
+    ranks, whole = write_ranks(tmp_path / "ranks", tiny_policy(config), None, Topology(2, 2)), tmp_path / "whole"
     file = ranks / "mp_rank_01_001" / MODEL_FILE
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt' cannot be read \(it is cut short"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, topology_of
 from megatron_rl.checkpoint.hf import save
-from megatron_rl.checkpoint.hf.load import fill, import_hf
+from megatron_rl.checkpoint.hf.load import fill, import_hf, load_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, write_hf
 from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory, write_manifest
-from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
+from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, split_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Parameter, Stages, read_model
 from megatron_rl.families.architecture import ALL_EXPERTS
@@ -141,10 +142,7 @@ def _checkpoint(groups: ParallelGroups, model: HfModel, root: Path) -> Path:
     target = temporary_directory(root, 1)
     target.mkdir(parents=True)
     save_tensors(target, policy, None)
-    state = RunState(
-        step=1, padded_vocab_size=policy.padded_vocab_size,
-        architecture=architecture_of(config.architecture()),
-    )  # fmt: skip
+    state = RunState(step=1, model=ModelFacts(architecture_of(config.architecture())))
     write_run_state(target, state)
     return commit(root, 1)
 
@@ -171,9 +169,9 @@ def test_the_other_way_writes_what_a_run_would_have_saved(
     model = read_model(tmp_path / "model")
     saved = _checkpoint(one_rank, model, tmp_path / "saved")
     converted = import_hf(model, tmp_path / "converted", torch.float32, vocab_divisible_by=8)
-    assert {7, 5} <= set(read_run_state(converted).end_token_ids)
+    assert {7, 5} <= set(read_run_state(converted).model.end_token_ids)
     assert _described(saved) == _described(converted)
-    assert read_run_state(saved).architecture == read_run_state(converted).architecture
+    assert read_run_state(saved).model.architecture == read_run_state(converted).model.architecture
     policy, _ = loaded_policy(hf_run(model.directory), model.architecture.vocab_size)
     loaded = {name: parameter.clone() for name, parameter in policy.gpt.named_parameters()}
     with torch.no_grad():
@@ -205,6 +203,13 @@ def test_a_checkpoint_of_another_model_is_refused(one_rank: ParallelGroups, mode
         (tmp_path / "other" / "config.json").write_text(json.dumps(model.config | change))
         with pytest.raises(CheckpointError, match=message):
             export_checkpoint(tmp_path / "checkpoints", read_model(tmp_path / "other"), tmp_path / "back")
+
+
+def test_files_of_another_model_fill_no_model(one_rank: ParallelGroups, model: HfModel, tmp_path: Path) -> None:
+    policy, _ = loaded_policy(hf_run(model.directory), model.architecture.vocab_size)
+    deeper = replace(model, architecture=replace(model.architecture, num_layers=3))
+    with pytest.raises(CheckpointError, match=r"of another model: only one of the two has decoder\.layers\.2\."):
+        load_hf(deeper, policy, one_rank)
 
 
 def test_memory_of_a_conversion_does_not_grow_with_the_model(tmp_path: Path) -> None:
@@ -251,39 +256,41 @@ def test_files_of_tensor_parallel_ranks_and_stages_become_a_hugging_face_directo
     write_model(tmp_path / "model", family, SETTINGS[family] | {"num_hidden_layers": 4})
     model, padded = read_model(tmp_path / "model"), 128
     target = tmp_path / "run" / "iter_0000004"
-    split = Split(2, stages.count)
+    topology = Topology(2, stages.count)
     for rank, stage in itertools.product(range(2), range(stages.count)):
         chunks = _chunks_of_a_rank(model, rank, padded, stage, stages)
-        folder = target / split.name(rank, stage)
+        folder = target / topology.name(rank, stage)
         folder.mkdir(parents=True)
         torch.save(chunks, folder / MODEL_FILE)
-    write_run_state(target, RunState(step=4, padded_vocab_size=padded))
+    write_run_state(target, RunState(step=4))
     write_manifest(target, 4)
     export_checkpoint(tmp_path / "run", model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    "split", [Split(1, 1, 2), Split(2, 1, 2, 2), Split(2, 1, 4, 1), Split(2, 2, 2, 1), Split(4, 2, 2, 1)], ids=str
+    "topology",
+    [Topology(1, 1, 2), Topology(2, 1, 2, 2), Topology(2, 1, 4, 1), Topology(2, 2, 2, 1), Topology(4, 2, 2, 1)],
+    ids=str,
 )
-def test_files_of_ranks_that_share_experts_become_one_too(tmp_path: Path, split: Split) -> None:
+def test_files_of_ranks_that_share_experts_become_one_too(tmp_path: Path, topology: Topology) -> None:
     """Each file has all of a rank's dense parameters, and its own experts, counted from 0."""
-    family, stages = "qwen3_moe", Stages(split.stages)
+    family, stages = "qwen3_moe", Stages(topology.stages)
     settings = SETTINGS[family] | {"num_hidden_layers": 4, "num_key_value_heads": 4}
     write_model(tmp_path / "model", family, settings)
     model, padded = read_model(tmp_path / "model"), 128
     target = tmp_path / "run" / "iter_0000004"
-    for (rank, expert_rank, part), stage in itertools.product(split.places, range(split.stages)):
-        share = ExpertShare(split.experts, expert_rank, split.cut)
-        folder = target / split.name(rank, stage, expert_rank)
+    for (rank, expert_rank, part), stage in itertools.product(topology.places, range(topology.stages)):
+        share = ExpertShare(topology.experts, expert_rank, topology.cut)
+        folder = target / topology.name(rank, stage, expert_rank)
         folder.mkdir(parents=True)
-        chunks = _chunks_of_a_rank(model, rank, padded, stage, stages, split.tensor, share, part)
+        chunks = _chunks_of_a_rank(model, rank, padded, stage, stages, topology.tensor, share, part)
         torch.save(chunks, folder / MODEL_FILE)
-    sizes = {"expert_model_parallel_size": split.experts, "expert_tensor_parallel_size": split.cut}
-    write_run_state(target, RunState(step=4, padded_vocab_size=padded, world=sizes))
+    sizes = {"expert_model_parallel_size": topology.experts, "expert_tensor_parallel_size": topology.cut}
+    write_run_state(target, RunState(step=4, world=sizes))
     write_manifest(target, 4)
-    assert split_of(target) == split
-    assert len(split.names) == split.stages * max(split.tensor, split.experts * split.cut)
+    assert topology_of(target) == topology
+    assert len(topology.names) == topology.stages * max(topology.tensor, topology.experts * topology.cut)
     export_checkpoint(tmp_path / "run", model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.checkpoint.run_state import (
     FILE_NAME,
+    ModelFacts,
     RunState,
     architecture_of,
     architecture_problems,
@@ -24,7 +25,7 @@ from tests.support.tiny import tiny_config
 def _state(**changes: object) -> RunState:
     config = tiny_config()
     state = RunState(
-        step=4, vocab_size=16, architecture=architecture_of(config.architecture()),
+        step=4, model=ModelFacts(architecture_of(config.architecture()), vocab_size=16),
         optimizer_form=optimizer_form_of(config),
         components={"progress": {"updates": 7, "logprob_gap_max": 0.25}, "lengths": {"digits": {"mean": 1 / 3}}},
     )  # fmt: skip

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, mode_of, optimizer_form_of
+from megatron_rl.checkpoint.run_state import (
+    ModelFacts,
+    RunState,
+    StartingWeights,
+    architecture_of,
+    mode_of,
+    optimizer_form_of,
+)
 from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import notes
@@ -69,9 +76,8 @@ class Runs:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         state = RunState(
             step=step, mode=mode_of(config), has_optimizer=False, seed=config.training.seed,
-            architecture=architecture_of(config.architecture()), optimizer_form=optimizer_form_of(config),
-            padded_vocab_size=policy.padded_vocab_size, end_token_ids=[0, 5],
-            origin=None if forget_origin else start.origin,
+            model=ModelFacts(architecture_of(config.architecture()), end_token_ids=[0, 5]),
+            optimizer_form=optimizer_form_of(config), origin=None if forget_origin else start.origin,
         )  # fmt: skip
         manager.save(state, policy, start.optimization)
         return weights_of(policy)
@@ -278,7 +284,7 @@ def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(one_rank: Paralle
 
 
 def test_number_formats_are_compared_where_both_are_known(one_rank: ParallelGroups) -> None:
-    whole = Origin("drawn", weights=fingerprints(tiny_policy(), one_rank))
+    whole = StartingWeights("drawn", weights=fingerprints(tiny_policy(), one_rank))
     rounded = tiny_policy()
     rounded.gpt.to(torch.bfloat16)
     in_bf16 = {"bfloat16": f"{weights_fingerprint(rounded, one_rank):016x}"}

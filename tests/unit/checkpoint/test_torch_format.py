@@ -16,10 +16,10 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, read, topology_of, topology_problems
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import RunState, architecture_of
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read, split_of, topology_problems
+from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models.gpt import PolicyModel
@@ -27,7 +27,7 @@ from megatron_rl.models.parameters import named_parameters
 from megatron_rl.trainer.optimizer import Optimization
 from tests.support.checkpoints import contents
 from tests.support.foreign import POINTER
-from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+from tests.support.tiny import tiny_config, tiny_policy
 from tests.support.torch_format import write_ours
 
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "add_qkv_bias": False}
@@ -63,8 +63,8 @@ def _update(optimization: Optimization, number: int) -> None:
 
 def _state(config: RLConfig, step: int, updates: int) -> RunState:
     return RunState(
-        step=step, components={"progress": {"updates": updates}}, padded_vocab_size=VOCABULARY,
-        architecture=architecture_of(config.architecture()), world={"ranks": 1, "tensor_model_parallel_size": 1},
+        step=step, components={"progress": {"updates": updates}},
+        model=ModelFacts(architecture_of(config.architecture())), world={"ranks": 1, "tensor_model_parallel_size": 1},
     )  # fmt: skip
 
 
@@ -274,22 +274,22 @@ def test_ours_without_its_manifest_is_damaged(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "split"),
+    ("names", "topology"),
     [
-        (["mp_rank_00"], Split()),
-        (["mp_rank_00", "mp_rank_01"], Split(2)),
-        (["mp_rank_00_000", "mp_rank_00_001"], Split(1, 2)),
-        (["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"], Split(2, 2)),
+        (["mp_rank_00"], Topology()),
+        (["mp_rank_00", "mp_rank_01"], Topology(2)),
+        (["mp_rank_00_000", "mp_rank_00_001"], Topology(1, 2)),
+        (["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"], Topology(2, 2)),
     ],
 )
-def test_directories_say_how_ranks_share_the_model(tmp_path: Path, names: list[str], split: Split) -> None:
+def test_directories_say_how_ranks_share_the_model(tmp_path: Path, names: list[str], topology: Topology) -> None:
     directory = tmp_path / "iter_0000012"
     for name in names:
         (directory / name).mkdir(parents=True)
         torch.save({"model": {}}, directory / name / MODEL_FILE)
-    assert split_of(directory) == split and split.names == names
-    assert topology_problems(directory, split) == []
-    (line,) = topology_problems(directory, Split(4, 2))
+    assert topology_of(directory) == topology and topology.names == names
+    assert topology_problems(directory, topology) == []
+    (line,) = topology_problems(directory, Topology(4, 2))
     assert "this run has --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2; its optimizer state" in line
 
 

@@ -13,10 +13,10 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_rl.cli import launch
-from megatron_rl.cli.ranks import Ranks
+from megatron_rl.cli.options import Ranks
 from tests.support.forks import run_python
 
-RANK = "megatron_rl.cli.rank"
+RANK = "megatron_rl.cli.launch"
 LAUNCHER = f"""
 import os, subprocess, sys
 words = [sys.executable, "-m", "{RANK}", str(os.getpid()), "builtins:input", "ready"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.ranks import read_ranks
+from megatron_rl.cli.options import read_ranks
 from megatron_rl.config.read import read_config
 from megatron_rl.config.rl_config import RLConfig
 

@@ -21,7 +21,7 @@ def _problems(*argv: str) -> list[str]:
 
 
 def test_every_hint_names_flags_that_are_there_and_no_flag_of_ours_has_another():
-    from megatron_rl.cli.ranks import Ranks
+    from megatron_rl.cli.options import Ranks
 
     known = OURS | {text for flag in flags_of(Ranks) for text in flag.spellings} | {"nnodes", "nproc-per-node"}
     for word, hint in foreign().items():

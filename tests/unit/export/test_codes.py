@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint.hf.formats import target_format
-from megatron_rl.checkpoint.hf.quantize import convert
+from megatron_rl.checkpoint.hf.quantize import convert, target_format
 from megatron_rl.registry import RECIPES
 from tests.unit.export.conftest import read_tensors, write_tensors
 

@@ -12,8 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers.utils import import_utils
 
-from megatron_rl.checkpoint.hf.formats import target_format
-from megatron_rl.checkpoint.hf.quantize import convert
+from megatron_rl.checkpoint.hf.quantize import convert, target_format
 from tests.unit.export.conftest import read_tensors, write_model
 from tests.unit.export.test_codes import dequantised
 

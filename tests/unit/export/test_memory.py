@@ -20,8 +20,7 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from megatron_rl.checkpoint.hf.formats import target_format
-from megatron_rl.checkpoint.hf.quantize import convert
+from megatron_rl.checkpoint.hf.quantize import convert, target_format
 from megatron_rl.registry import RECIPES
 
 def kilobytes(key):

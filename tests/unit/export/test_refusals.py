@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint.hf.formats import target_format
-from megatron_rl.checkpoint.hf.quantize import convert
+from megatron_rl.checkpoint.hf.quantize import convert, target_format
 from megatron_rl.errors import CheckpointError, ConfigError, shorten
 from tests.unit.export.conftest import write_model, write_tensors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.checkpoint.hf.formats import is_converted, modules_left_alone
+from megatron_rl.checkpoint.hf.quantize import is_converted, modules_left_alone
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint.hf.formats import target_format
-from megatron_rl.checkpoint.hf.quantize import convert
+from megatron_rl.checkpoint.hf.quantize import convert, target_format
 from megatron_rl.errors import CheckpointError
 from megatron_rl.tensor_files import ITEM_BYTES
 from tests.unit.export.conftest import read_tensors, write_model, write_tensors

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.families import Parameter
 from megatron_rl.families.layout import EMBEDDING
-from megatron_rl.models.parameters import part_of
+from megatron_rl.models.parameters import part_of, refuse_buffers
 from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -48,3 +49,20 @@ def test_rows_that_only_pad_the_vocabulary_are_zero_and_shift_no_number(one_rank
     plain, padded = tables
     assert (len(plain), len(padded)) == (32, 40)
     assert torch.equal(padded[:32], plain) and not padded[32:].any()
+
+
+class _Router(torch.nn.Module):
+    """megatron-core's router has a buffer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens_per_expert", torch.zeros(4), persistent=False)
+
+
+def test_weights_in_a_buffer_are_refused_by_name() -> None:
+    """They would be neither loaded from Hugging Face's files nor in the reference policy."""
+    router = _Router()
+    refuse_buffers([torch.nn.Sequential(router)])
+    router.register_buffer("expert_bias", torch.zeros(4))
+    with pytest.raises(ConfigError, match=r"keeps 0\.expert_bias in a buffer, which checkpoints and the reference"):
+        refuse_buffers([torch.nn.Linear(2, 2), torch.nn.Sequential(router)])

@@ -19,7 +19,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
-from megatron_rl.checkpoint import tensors
+from megatron_rl.checkpoint import optimizer_state, tensors
 from megatron_rl.platform import megatron
 from megatron_rl.trainer import optimizer
 from tests.support.checkpoints import contents
@@ -47,7 +47,7 @@ def test_state_after_a_padded_bucket_is_saved_whole(
     assert buffer.numel > buffer.numel_unpadded
     if not mended:
         monkeypatch.setattr(tensors, "parameters_where_they_lie", lambda _: contextlib.nullcontext())
-    tensors.make_room(optimization)
+    optimizer_state.make_room(optimization)
     tensors.save_tensors(tmp_path, optimization.policy, optimization)
     saved = contents(tmp_path)
     name = "embedding.word_embeddings.weight"
@@ -115,10 +115,10 @@ def test_a_distributed_optimizer_lacks_the_step_counters_of_torchs_adam(
     one_rank: object, tmp_path: Path, offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
-    tensors.make_room(optimization)
+    optimizer_state.make_room(optimization)
     tensors.save_tensors(tmp_path, optimization.policy, optimization)
     if not offered:
-        monkeypatch.setattr(tensors, "step_counters_offered", contextlib.nullcontext)
+        monkeypatch.setattr(optimizer_state, "step_counters_offered", contextlib.nullcontext)
     with contextlib.nullcontext() if offered else pytest.raises(KeyError, match="step"):
         tensors.load(tmp_path, optimization.policy, optimization)
 
@@ -127,13 +127,13 @@ def test_a_distributed_optimizer_lacks_the_step_counters_of_torchs_adam(
 def test_a_state_with_other_rates_is_loaded(one_rank: object, mended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, other = (tiny_optimization(lr=rate, min_lr=rate / 10) for rate in (1e-2, 1e-4))
     for optimization in (saved, other):
-        tensors.make_room(optimization)
+        optimizer_state.make_room(optimization)
     if not mended:
-        monkeypatch.setattr(tensors, "groups_known_by_what_they_are", contextlib.nullcontext)
+        monkeypatch.setattr(optimizer_state, "groups_known_by_what_they_are", contextlib.nullcontext)
     by_rates = "max_lr" in megatron_optimizer.param_group_identifier_keys
     assert by_rates == (megatron.VERSION >= (0, 17))
     with pytest.raises(ValueError, match="parameter group") if by_rates and not mended else contextlib.nullcontext():
-        tensors.load_state(other, saved.optimizer.state_dict())
+        optimizer_state.load_state(other, saved.optimizer.state_dict())
         assert {group["max_lr"] for part in other.optimizer.chained_optimizers for group in part.param_groups} == {1e-4}
 
 

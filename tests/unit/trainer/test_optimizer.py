@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.checkpoint.tensors import separate_step_counters
+from megatron_rl.checkpoint.optimizer_state import separate_step_counters
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate

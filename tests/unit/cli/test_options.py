@@ -1,10 +1,10 @@
-"""The launcher's flags among those of a run."""
+"""The flags that a command has for itself, among those of a run."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_rl.cli.ranks import Ranks, read_ranks
+from megatron_rl.cli.options import Ranks, read_ranks
 from megatron_rl.errors import ConfigError
 
 

@@ -1,0 +1,124 @@
+"""An optimizer's state as it is loaded, whatever optimizer and layout it was saved with.
+
+megatron-core writes its checkpoints for the fused Adams of Transformer Engine and Apex. Without them torch's Adam takes
+their place, whose step counter is a tensor for every parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.platform.megatron import groups_known_by_what_they_are, step_counters_offered
+from megatron_rl.trainer.optimizer import Optimization
+
+
+def make_room(optimization: Optimization) -> None:
+    """Create the state there is to load into: a fresh torch Adam has none.
+
+    The dummy step also moves the weights (decay); load them afterwards.
+    """
+    for part in optimization.optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            part._init_optimizer_states_with_dummy_values()
+        elif part.init_state_fn is None:  # megatron has one for Adam only
+            part.init_state_fn = _make_momentum
+
+
+def _make_momentum(optimizer: torch.optim.SGD, config: object = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def by_part(state: dict[Any, Any], optimization: Optimization) -> dict[Any, Any]:
+    """What was read, in the form that this layout's optimizer takes.
+
+    megatron has an optimizer of its own for experts that lie on several ranks: then states are numbered 0 and 1, else
+    there is one without a number. Tensors come as they are asked for, but what is none as it was saved. Of that this
+    run needs the count of steps; the rest are settings, and it has its own.
+    """
+    parts = optimization.optimizer.chained_optimizers
+    single = {name: value for name, value in state.items() if not isinstance(name, int)}
+    is_single = any("is_expert_parallel" in group for group in _inner(single).get("param_groups", ()))
+    saved = single if is_single else state[0]
+    if is_single == (len(parts) == 1):
+        return state
+    own = [state[number] for number in range(len(parts))] if len(parts) > 1 else [single]
+    for part, read in zip(parts, own, strict=True):
+        _take_settings(read, saved, part.optimizer.param_groups)
+    return dict(enumerate(own)) if len(parts) > 1 else single
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """torch's part of the state of one of megatron's optimizers, which in fp32 is all of it."""
+    return state.get("optimizer", state)
+
+
+def _take_settings(read: dict[str, Any], saved: dict[str, Any], own_groups: Sequence[dict[str, Any]]) -> None:
+    if "optimizer" in saved:
+        read.setdefault("optimizer", {})
+    for name in saved.keys() - read.keys() - {"param_groups", "state"}:
+        read[name] = saved[name]
+    steps = {name: value for name, value in _inner(saved)["param_groups"][0].items() if name == "step"}
+    given = _inner(read).get("param_groups", [{}] * len(own_groups))  # which parameters are in them, or nothing
+    _inner(read)["param_groups"] = [
+        {name: value for name, value in own.items() if name != "params"} | steps | group
+        for own, group in zip(own_groups, given, strict=True)
+    ]
+    if "common_step" in _inner(saved).get("state", {}):
+        _inner(read)["state"]["common_step"] = _inner(saved)["state"]["common_step"]
+
+
+def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
+    """Put a loaded state in place. Rates and decays stay as configured.
+
+    Raises:
+        CheckpointError: it is a `DistributedOptimizer`'s and this one is none; the other way round a tensor is missing.
+    """
+    saved = (state, *(part for part in state.values() if isinstance(part, dict)))
+    is_distributed = any(isinstance(part, DistributedOptimizer) for part in optimization.optimizer.chained_optimizers)
+    if not is_distributed and any("param_state_sharding_type" in part for part in saved):
+        raise CheckpointError(
+            "the optimizer's state was saved with --use-distributed-optimizer; add it, or --no-load-optim"
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_settings_kept(optimization))
+        stack.enter_context(groups_known_by_what_they_are())
+        for part in optimization.optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                stack.enter_context(step_counters_offered(part))
+        optimization.optimizer.load_state_dict(state)
+    separate_step_counters(optimization)
+
+
+@contextlib.contextmanager
+def _settings_kept(optimization: Optimization) -> Iterator[None]:
+    """The flags of this run win over the settings that torch stores with an optimizer's state."""
+    parts = optimization.optimizer.chained_optimizers
+    kept = ("params", "step")
+    configured = [
+        [{name: value for name, value in group.items() if name not in kept} for group in part.optimizer.param_groups]
+        for part in parts
+    ]
+    yield
+    for part, settings in zip(parts, configured, strict=True):
+        for group, wanted in zip(part.optimizer.param_groups, settings, strict=True):
+            group.update(wanted)
+
+
+def separate_step_counters(optimization: Optimization) -> None:
+    """Give every parameter its own step counter, on its own device: there the fused Adam counts.
+
+    megatron loads one tensor into all of them; the next step would then count it up once for
+    every parameter, and Adam's bias correction would be silently wrong.
+    """
+    for part in optimization.optimizer.chained_optimizers:
+        for parameter, values in part.optimizer.state.items():
+            if torch.is_tensor(values.get("step")):
+                values["step"] = values["step"].to(parameter.device, copy=True)
