@@ -21,7 +21,8 @@ import torch
 
 from megatron_rl.errors import CheckpointError, shorten
 from megatron_rl.families import Parameter
-from megatron_rl.families.layout import EMBEDDING, own_name
+from megatron_rl.families.blocks import EMBEDDING
+from megatron_rl.families.layout import own_name
 
 MODEL_FILE = "model_optim_rng.pt"
 RELEASE = "release"

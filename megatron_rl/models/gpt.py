@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.families import Architecture, Head, ModelLayout
 from megatron_rl.models.attention.plan import Ropes, RopeTable
 from megatron_rl.models.attention.selection import Attention, checked_attention, numbers_of
@@ -160,6 +161,8 @@ def build_model(
     transformer_config = build_transformer_config(config, platform)
     groups = current_groups()
     layout = config.layout(vocab_size, groups.stage, groups.expert_parallel_group.rank(), head)
+    if len({layer.cache for layer in layout.layers}) > 1:  # one shape is tried out, and given to megatron's own engine
+        raise ConfigError(["layers whose heads differ in number or width are not built: the KV cache has one shape"])
     chunks = tuple(
         _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
         for chunk in range(config.stages.chunks)
@@ -174,7 +177,8 @@ def build_model(
         gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
         if config.rollout.rl_router_replay and head == "vocabulary":
             for layer in gpt.decoder.layers:
-                layer.replay_routing()
+                if layer.is_moe_layer:
+                    layer.mlp.replay_routing()
     # Sized to what a run can reach, not to the model's advertised context of 131072.
     reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)
     policy = PolicyModel(
@@ -187,9 +191,6 @@ def build_model(
         dtype=transformer_config.params_dtype,
         device=platform.device,
     )
-    if config.precision.bf16:
-        for gpt in chunks:
-            gpt.to(torch.bfloat16)
     logger.info("%s: %s parameters on this rank, vocabulary %d (padded to %d)",
                 "model" if head == "vocabulary" else "critic", f"{policy.num_parameters:,}", vocab_size,
                 layout.padded_vocab_size)
