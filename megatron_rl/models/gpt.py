@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families import Architecture, Head, ModelLayout
 from megatron_rl.models.attention.plan import Ropes, RopeTable
 from megatron_rl.models.attention.selection import Attention, checked_attention, numbers_of
-from megatron_rl.models.ends import ValueHead, scale_embedding
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
+from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings
 from megatron_rl.platform import Platform
 from megatron_rl.platform.groups import current_groups
@@ -90,7 +91,7 @@ class PolicyModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters held by this rank."""
+        """Numbers in the parameters of this rank."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -143,18 +144,13 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 def _activation(shape: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
     if shape.swiglu:
         return functional.silu
-    return gelu_tanh if shape.geglu else functional.gelu
-
-
-def gelu_tanh(values: torch.Tensor) -> torch.Tensor:
-    """GELU in the approximation that Gemma was trained with."""
-    return functional.gelu(values, approximate="tanh")
+    return functools.partial(functional.gelu, approximate="tanh") if shape.geglu else functional.gelu
 
 
 def build_model(
     config: RLConfig, platform: Platform, vocab_size: int, head: Head = "vocabulary"
 ) -> PolicyModel:
-    """Build this rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
+    """This rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
 
     With the head ``value`` it is a critic: the same trunk, whose router chooses for itself.
     """
@@ -242,18 +238,16 @@ def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLay
 
 @contextlib.contextmanager
 def rollout_mode(policy: PolicyModel, wrapped: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
-    """Evaluation mode, all parameters gathered, sequence parallelism off.
+    """Evaluation mode, all parameters gathered, sequence parallelism off: it would cut one token a row unevenly.
 
-    Sequence parallelism would cut a decode batch of one token a row into uneven pieces; the
-    results are the same without it. ``wrapped`` is given in training runs: with
-    `--overlap-param-gather` the updated parameters are still on their way after the optimizer
-    step, and a rollout on half of them would be silently stale.
+    ``wrapped`` is given in training runs: with `--overlap-param-gather` the updated parameters are still on their way
+    after the optimizer step, and a rollout on half of them would be silently stale.
     """
     hooked = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)
-    # megatron's `set_model_to_sequence_parallel` remembers the modules of a model by ``id(model)`` for ever: a model
-    # made where another one lay before kept its sequence parallelism, and the modules of the old one were never freed.
+    # megatron's `set_model_to_sequence_parallel` remembers modules by ``id(model)`` for ever: a model made where
+    # another lay before kept its settings, and the other's modules were never freed.
     modules = [module for gpt in policy.chunks for module in gpt.modules()]
     owners = (policy.config, *modules) if policy.config.sequence_parallel else ()
     on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]

@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.plan import AttentionPlan
 from megatron_rl.models.blocks import BLOCKS
-from megatron_rl.models.ends import ScaledEmbedding
-from megatron_rl.models.rollout_ops import Pending, RolloutOps, TorchNorm
+from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding, TorchNorm
 from megatron_rl.platform.megatron import inference_flag
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class RolloutLayer(TransformerLayer):
         for name, module in blocks.items():  # a class of our own in the specification would have megatron warn of it
             module.__class__ = BLOCKS.get(name)
             module.prepare(kind)
-        self._readers = tuple(module.reader for module in blocks.values())
+        self._readers = tuple(module.reader and getattr(module, module.reader) for module in blocks.values())
         self._has_post_norms = kind.post_norms
         for module in blocks.values() if kind.post_norms else ():
             module.post_layernorm = TorchNorm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)

@@ -6,11 +6,9 @@ block. So another kind of layer is one more file here, and one more entry there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.families import LayerKind
 from megatron_rl.registry import Registry
@@ -22,38 +20,35 @@ if TYPE_CHECKING:
     from megatron_rl.models.rollout_ops import LinearInput, Pending
 
 
-class Block(Protocol):
-    """A subclass of megatron's module, without a constructor of its own."""
+class Block:
+    """What a file defines as ``BLOCK``: it inherits from this and from megatron's module, without a constructor."""
 
-    expects: Mapping[str, Any]
+    expects: Mapping[str, Any] = {}
     """Settings of megatron, each with the one value that training and `decode` alike compute."""
+    reader: str | None = None
+    """The linear that takes the norm's output; None where there is more than one."""
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
         """Arguments of megatron's own specification of a layer that has this block."""
-        ...
+        del config
+        return {}
 
     @staticmethod
     def place(submodules: Any, config: TransformerConfig) -> None:
         """Put our modules in the place of megatron's, into the specification of the block."""
-        ...
 
     def prepare(self, kind: LayerKind) -> None:
         """Take the place of megatron's module, which has been built, in a layer of that kind."""
-        ...
-
-    @property
-    def reader(self) -> torch.nn.Module | None:
-        """The linear that takes the norm's output; None where there is more than one."""
-        ...
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         """``[T, hidden]`` -> ``[T, hidden]``, and a bias that is left to the caller; without gradients."""
-        ...
+        raise NotImplementedError
 
-    def told(self, plan: Any) -> AbstractContextManager[None]:
+    def told(self, plan: Any) -> contextlib.AbstractContextManager[None]:
         """Of an MLP: inside, its forward passes are of the ``plan`` of a batch, or of None."""
-        ...
+        del plan
+        return contextlib.nullcontext()
 
 
 BLOCKS: Registry[type[Block]] = Registry("block of a layer", "megatron_rl.models.blocks", "BLOCK")

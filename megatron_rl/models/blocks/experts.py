@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_rl.families import LayerKind
+from megatron_rl.models.blocks import Block
 from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear
 from megatron_rl.models.routing import BalancedRouter, Routing
 from megatron_rl.platform.megatron import submodules_of
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_rl.models.rollout import RolloutPlan
 
 
-class ExpertLayer(MoELayer):
+class ExpertLayer(Block, MoELayer):
     """megatron's layer: each token goes through the experts that the router chooses, on whatever ranks they are."""
 
     expects = {
@@ -39,25 +40,20 @@ class ExpertLayer(MoELayer):
     }  # fmt: skip
     routing: Routing | None
     """What rollouts chose, and what training is to use; see `replay_routing`."""
-    reader = None
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
-        """See `Block`."""
         return {"num_experts": config.num_moe_experts}
 
     @staticmethod
     def place(submodules: MoESubmodules, config: TransformerConfig) -> None:
-        """See `Block`."""
         if config.moe_grouped_gemm:
             submodules.experts = GroupedExperts
         elif config.expert_tensor_parallel_size == 1:
             single = submodules_of(submodules.experts)
             single.linear_fc1, single.linear_fc2 = WholeColumnLinear, WholeRowLinear
 
-    def prepare(self, kind: LayerKind) -> None:
-        """See `Block`."""
-        del kind
+    def prepare(self, _: LayerKind) -> None:
         self.router.__class__ = BalancedRouter
         self.routing = None
 
@@ -67,7 +63,7 @@ class ExpertLayer(MoELayer):
 
     @contextlib.contextmanager
     def told(self, plan: Any) -> Iterator[None]:
-        """See `Block`; a `PackedPlan` tells the router of experts and of losses of its own."""
+        """A `PackedPlan` tells the router of experts and of losses of its own."""
         given = getattr(plan, "routing", None)
         with contextlib.ExitStack() as told:
             told.enter_context(self.router.told(getattr(plan, "balance", None)))
@@ -76,7 +72,6 @@ class ExpertLayer(MoELayer):
             yield
 
     def decode(self, normed: torch.Tensor, plan: RolloutPlan) -> Pending:
-        """See `Block`."""
         output = self._decoded(normed, plan)
         if self.routing is not None:
             plan.record_routing(self.layer_number, self.routing.chosen)
@@ -116,8 +111,7 @@ class ExpertLayer(MoELayer):
         size, nowhere = sent.shape[0] * min(self.config.moe_router_topk, len(mine)), sent.shape[0]
         places = torch.nonzero_static(sent.t(), size=size, fill_value=0)
         expert, token = places.unbind(1)
-        # There are mostly fewer pairs than there could be. What experts give for the others is anything: it is added to
-        # a row of its own.
+        # There are mostly fewer pairs than there could be. What experts give for the others goes to a row of its own.
         is_pair = torch.arange(size, device=token.device) < sent.sum()
         output, _ = self.experts(everything[token], sent.sum(0), shares[token, expert])
         token = torch.where(is_pair, token, nowhere)
@@ -139,8 +133,7 @@ def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> to
 class GroupedExperts(MegatronModule):
     """In place of megatron's `SequentialMLP`: a layer's experts are two stacks of weights and two grouped products.
 
-    One call where there were as many as experts; on a CPU the same bits, forward and backward. In checkpoints and under
-    their names in the whole model experts stay single: see `parts`.
+    On a CPU the same bits, forward and backward. In checkpoints and by name experts stay single: see `parts`.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.families import LayerKind
 from megatron_rl.models.attention.self_attention import PlannedSelfAttention
+from megatron_rl.models.blocks import Block
 from megatron_rl.models.rollout_ops import (
     LinearInput,
     Pending,
@@ -25,20 +26,19 @@ if TYPE_CHECKING:
     from megatron_rl.models.rollout import RolloutPlan
 
 
-class HeadAttention(PlannedSelfAttention):
+class HeadAttention(Block, PlannedSelfAttention):
     """megatron's attention, whose rotation, mask and scale are those of the layer's kind."""
 
     expects = {"softmax_type": "vanilla", "attention_output_gate": False, "qk_l2_norm": False}
+    reader = "linear_qkv"
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
-        """See `Block`."""
         # megatron skips a gradient all-reduce when only one of spec and config says so.
         return {"qk_layernorm": config.qk_layernorm}
 
     @staticmethod
     def place(submodules: SelfAttentionSubmodules, config: TransformerConfig) -> None:
-        """See `Block`."""
         if config.qk_layernorm:
             submodules.q_layernorm = submodules.k_layernorm = TorchNorm
         if config.context_parallel_size > 1:  # megatron's own, which nothing calls, cannot even be built
@@ -47,7 +47,6 @@ class HeadAttention(PlannedSelfAttention):
             submodules.linear_qkv, submodules.linear_proj = WholeColumnLinear, WholeRowLinear
 
     def prepare(self, kind: LayerKind) -> None:
-        """See `Block`."""
         has_norms = self.config.qk_layernorm
         self.kind = kind
         self._norms = (self.q_layernorm, self.k_layernorm) if has_norms else (None, None)
@@ -57,13 +56,7 @@ class HeadAttention(PlannedSelfAttention):
         # A kernel knows everything between the projection and the cache.
         self._is_storable = is_plain and (not has_norms or all(map(is_rms, self._norms)))
 
-    @property
-    def reader(self) -> torch.nn.Module:
-        """See `Block`."""
-        return self.linear_qkv
-
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
-        """See `Block`."""
         if plan.stores_heads and self._is_storable:
             mixed = self._mixed(normed)
             attended = plan.attend_mixed(self.layer_number, mixed, *self._norms, self.kind)
