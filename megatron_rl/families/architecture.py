@@ -97,10 +97,16 @@ class Architecture:
         return tuple(with_window if here else plain for here in windowed)
 
     @property
-    def rotations(self) -> dict[str, tuple[int, float | None]]:
-        """Name -> base of the frequencies, and the factor that positions are divided by, if any."""
-        main = {"main": (self.rotary_base, self.rotary_seq_len_interpolation_factor)}
-        return main if self.rotary_base_local is None else main | {"local": (self.rotary_base_local, None)}
+    def rotations(self) -> dict[str, dict[str, Any]]:
+        """Name -> arguments of megatron's `RotaryEmbedding`."""
+        width = {"kv_channels": self.kv_channels, "rotary_percent": self.rotary_percent}
+        main = width | {
+            "rotary_base": self.rotary_base, "rope_scaling": self.use_rope_scaling,
+            "rope_scaling_factor": self.rope_scaling_factor,
+            "seq_len_interpolation_factor": self.rotary_seq_len_interpolation_factor,
+        }  # fmt: skip
+        local = {} if self.rotary_base_local is None else {"local": width | {"rotary_base": self.rotary_base_local}}
+        return {"main": main, **local}
 
     def settings(self) -> dict[str, Any]:
         """Flag's name -> value."""

@@ -24,6 +24,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families import Architecture, Head, ModelLayout
 from megatron_rl.models.attention.plan import Ropes, RopeTable
 from megatron_rl.models.attention.selection import Attention, checked_attention, numbers_of
+from megatron_rl.models.blocks import BLOCKS
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
 from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings
@@ -101,13 +102,16 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
     Fused kernels stay off where there is no CUDA to run them.
     """
     model, kernels, shape = config.model, config.kernels, config.architecture()
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    blocks = {BLOCKS.get(name) for kind in shape.kinds for name in (kind.mixer, kind.mlp)}
+    settings = next((block.settings for block in blocks if "settings" in vars(block)), TransformerConfig)
+    common, known = ({field.name for field in dataclasses.fields(cls)} for cls in (TransformerConfig, settings))
     given = {name: value for name, value in {**vars(model), **vars(config.parallel)}.items() if name in known}
+    given |= {name: value for name, value in vars(config.layers).items() if name in known - common}
     # megatron's own would be weighed otherwise: see `BalanceLosses`.
     given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TransformerConfig(
+        return settings(
             **given,
             layernorm_epsilon=model.norm_epsilon,
             layernorm_zero_centered_gamma=shape.apply_layernorm_1p,
@@ -180,7 +184,7 @@ def build_model(
     policy = PolicyModel(
         chunks=chunks,
         config=transformer_config,
-        ropes=_ropes(chunks[0], layout.architecture, reach),
+        ropes=_ropes(layout.architecture, transformer_config, reach),
         attention=checked_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
@@ -195,17 +199,13 @@ def build_model(
     return policy
 
 
-def _ropes(gpt: GPTModel, shape: Architecture, reach: int) -> Ropes:
-    """The table of each rotation; the main one is made of megatron's module."""
-    ropes = {"main": RopeTable(gpt.rotary_pos_emb, reach)}
-    for name, (base, factor) in shape.rotations.items():
-        if name not in ropes:
-            module = RotaryEmbedding(
-                shape.kv_channels, shape.rotary_percent, seq_len_interpolation_factor=factor, rotary_base=base,
-                use_cpu_initialization=True,
-            )  # fmt: skip
-            ropes[name] = RopeTable(module.to(gpt.rotary_pos_emb.inv_freq.device), reach)
-    return ropes
+def _ropes(shape: Architecture, settings: TransformerConfig, reach: int) -> Ropes:
+    """The table of each rotation."""
+    on_cpu = settings.use_cpu_initialization
+    return {
+        name: RopeTable(RotaryEmbedding(**arguments, use_cpu_initialization=on_cpu), reach)
+        for name, arguments in shape.rotations.items()
+    }
 
 
 def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLayout, chunk: int) -> GPTModel:

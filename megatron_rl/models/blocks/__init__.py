@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from megatron_rl.families import LayerKind
 from megatron_rl.registry import Registry
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from megatron_rl.models.rollout import RolloutPlan
     from megatron_rl.models.rollout_ops import LinearInput, Pending
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Block:
     """What a file defines as ``BLOCK``: it inherits from this and from megatron's module, without a constructor."""
 
+    settings: type[TransformerConfig] = TransformerConfig
+    """What megatron's module reads: a class that adds fields has them from the flags in `LayerConfig`."""
     expects: Mapping[str, Any] = {}
     """Settings of megatron, each with the one value that training and `decode` alike compute."""
     reader: str | None = None

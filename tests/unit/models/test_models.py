@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.families import Architecture, LayerCache, LayerKind
+from megatron_rl.families import LayerCache
 from megatron_rl.families.blocks import BLOCKS
+from megatron_rl.models.blocks.heads import HeadAttention
 from megatron_rl.models.gpt import build_transformer_config, rollout_mode
 from megatron_rl.models.rollout_ops import TorchNorm, is_rms
 from megatron_rl.models.spec import layer_spec
@@ -173,8 +176,15 @@ def test_what_only_megatrons_training_computes_is_refused(setting: dict[str, obj
         layer_spec(settings, kind)
 
 
+def test_a_block_may_need_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadAttention, "settings", MLATransformerConfig)
+    settings = build_transformer_config(tiny_config(rotary_base=500), current_platform())
+    assert (type(settings), settings.rotary_base) == (MLATransformerConfig, 500)
+
+
 def test_heads_of_different_sizes_are_refused(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BLOCKS, "wide", replace(BLOCKS["heads"], cache=lambda model, ranks: LayerCache(2, 16, 16)))
-    monkeypatch.setattr(Architecture, "kinds", (LayerKind(), LayerKind(mixer="wide")))
+    widths = itertools.count(8)
+    growing = replace(BLOCKS["heads"], cache=lambda model, ranks: LayerCache(2, next(widths), 8))
+    monkeypatch.setitem(BLOCKS, "heads", growing)
     with pytest.raises(ConfigError, match="layers whose heads differ in number or width are not built"):
         tiny_policy()
