@@ -65,15 +65,15 @@ class RolloutLayer(TransformerLayer):
 
     def __init__(self, *args: Any, kind: LayerKind = PLAIN, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        blocks = {kind.mixer: self.self_attention, kind.mlp: self.mlp}
+        config, blocks = self.config, {kind.mixer: self.self_attention, kind.mlp: self.mlp}
         for name, module in blocks.items():  # a class of our own in the specification would have megatron warn of it
             module.__class__ = BLOCKS.get(name)
             module.prepare(kind)
+            module.post_layernorm = None
+            if kind.post_norms:
+                module.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
         self._readers = tuple(module.reader and getattr(module, module.reader) for module in blocks.values())
         self._has_post_norms = kind.post_norms
-        for module in blocks.values() if kind.post_norms else ():
-            module.post_layernorm = TorchNorm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
-            module.register_forward_hook(_normed_behind)
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
         """megatron's; the MLP is told of a `PackedPlan`."""
@@ -98,10 +98,6 @@ class RolloutLayer(TransformerLayer):
         if self._has_post_norms:
             pending = Pending(mlp.post_layernorm.forward(pending.output), None)
         return hidden, pending
-
-
-def _normed_behind(block: torch.nn.Module, _: Any, given: tuple[torch.Tensor, None]) -> tuple[torch.Tensor, None]:
-    return block.post_layernorm(given[0]), None
 
 
 class RolloutForward:

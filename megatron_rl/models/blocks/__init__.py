@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.families import LayerKind
@@ -29,6 +30,8 @@ class Block:
     """Settings of megatron, each with the one value that training and `decode` alike compute."""
     reader: str | None = None
     """The linear that takes the norm's output; None where there is more than one."""
+    post_layernorm: torch.nn.Module | None
+    """Of the output, where the layer's kind has such norms. Around `decode` the layer calls it."""
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
@@ -42,6 +45,11 @@ class Block:
 
     def prepare(self, kind: LayerKind) -> None:
         """Take the place of megatron's module, which has been built, in a layer of that kind."""
+
+    def forward(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """megatron's, and the norm of its output: as a hook it would keep decode steps out of CUDA graphs."""
+        output, bias = super().forward(*given, **named)
+        return (output, bias) if self.post_layernorm is None else (self.post_layernorm(output), None)
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         """``[T, hidden]`` -> ``[T, hidden]``, and a bias that is left to the caller; without gradients."""

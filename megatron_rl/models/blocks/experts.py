@@ -80,7 +80,7 @@ class ExpertLayer(Block, MoELayer):
     def _decoded(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
         is_shared = self.config.expert_model_parallel_size > 1
         if not self.config.moe_grouped_gemm or (is_shared and plan.shared_rows is None):
-            return self(tokens[:, None])[0].view(tokens.shape)
+            return MoELayer.forward(self, tokens[:, None])[0].view(tokens.shape)
         probabilities, chosen = self.router(tokens[:, None])  # [T, experts] each
         if is_shared:
             return self._over_ranks(tokens, probabilities, plan.shared_rows or tokens.shape[0])
