@@ -213,11 +213,17 @@ class RLConfig:
         """The KV cache has fewer bits than the model's numbers."""
         return self.kv_cache_dtype != self._model_dtype
 
-    def kv_cache_bytes(self, tokens: int) -> int:
-        """Of one sequence: keys and values on the stage with the most layers, and its experts where recorded."""
-        layout = self.layout()
-        routing = layout.routing_bytes if self.rollout.rl_router_replay else 0
-        return layout.slot_numbers(tokens) * {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype] + tokens * routing
+    def kv_cache_bytes(self, tokens: int, layout: ModelLayout | None = None) -> int:
+        """Of one sequence: keys and values, and its experts where recorded.
+
+        On the stage of ``layout``; without it on the stage that keeps the most.
+        """
+        size = {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype]
+        whole = layout or self.layout()
+        numbers, layers = whole.slot_numbers(tokens), whole.most_layers
+        if layout is not None:
+            numbers, layers = layout.cache_numbers(tokens), len(layout.layers)
+        return numbers * size + (tokens * layers * whole.expert_bytes if self.rollout.rl_router_replay else 0)
 
     @property
     def _model_dtype(self) -> str:

@@ -5,9 +5,10 @@ tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it
 """
 
 from megatron_rl.families.architecture import PLAIN, Architecture, ExpertShare, LayerKind, Stages
+from megatron_rl.families.blocks import LayerCache, Linear, Parameter
 from megatron_rl.families.family import Family, HfModel, read_model, weight_problems
-from megatron_rl.families.hub import model_directory
-from megatron_rl.families.layout import Head, Layer, LayerCache, Linear, ModelLayout, Parameter
+from megatron_rl.families.hf_config import model_directory
+from megatron_rl.families.layout import Head, Layer, ModelLayout
 from megatron_rl.families.weights import Entry, Piece, WeightMap
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MOST_LAYERS = 1000
@@ -13,8 +13,12 @@ MOST_EXPERTS = 100_000
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one decoder layer does beyond a layer of Llama's, whose kind is `PLAIN`."""
+    """What one decoder layer is made of, and what it does beyond a layer of Llama's, whose kind is `PLAIN`."""
 
+    mixer: str = "heads"
+    """What exchanges between tokens: a name of `BLOCKS`."""
+    mlp: str = "dense"
+    """What computes each token by itself: a name of `BLOCKS`."""
     rotation: str = "main"
     """Which of the model's rotations turns queries and keys: see `Architecture.rotations`."""
     window: int | None = None
@@ -84,16 +88,25 @@ class Architecture:
         every, window, layers = self.window_attn_skip_freq, self.window_size, range(1, self.num_layers + 1)
         windowed = [window is not None and (every is None or number % every != 0) for number in layers]
         local = "main" if self.rotary_base_local is None else "local"
-        return tuple(
-            LayerKind(local if here else "main", window if here else None, self.softmax_scale, self.sandwich_norm)
-            for here in windowed
+        plain = LayerKind(
+            mlp="dense" if self.num_experts is None else "experts",
+            scale=self.softmax_scale,
+            post_norms=self.sandwich_norm,
         )
+        with_window = replace(plain, rotation=local, window=window)
+        return tuple(with_window if here else plain for here in windowed)
 
     @property
-    def rotations(self) -> dict[str, tuple[int, float | None]]:
-        """Name -> base of the frequencies, and the factor that positions are divided by, if any."""
-        main = {"main": (self.rotary_base, self.rotary_seq_len_interpolation_factor)}
-        return main if self.rotary_base_local is None else main | {"local": (self.rotary_base_local, None)}
+    def rotations(self) -> dict[str, dict[str, Any]]:
+        """Name -> arguments of megatron's `RotaryEmbedding`."""
+        width = {"kv_channels": self.kv_channels, "rotary_percent": self.rotary_percent}
+        main = width | {
+            "rotary_base": self.rotary_base, "rope_scaling": self.use_rope_scaling,
+            "rope_scaling_factor": self.rope_scaling_factor,
+            "seq_len_interpolation_factor": self.rotary_seq_len_interpolation_factor,
+        }  # fmt: skip
+        local = {} if self.rotary_base_local is None else {"local": width | {"rotary_base": self.rotary_base_local}}
+        return {"main": main, **local}
 
     def settings(self) -> dict[str, Any]:
         """Flag's name -> value."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture
-from megatron_rl.families.hf_config import HfConfig, read_object
-from megatron_rl.families.hub import model_directory
+from megatron_rl.families.hf_config import HfConfig, model_directory, read_object
 from megatron_rl.families.weights import WeightMap, decoder_weights
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors

@@ -10,12 +10,14 @@ a parameter consists of, from top to bottom. Worked example, a gated MLP of widt
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.layout import ModelLayout, Parameter
+from megatron_rl.families.blocks import Parameter, blocks_of
+from megatron_rl.families.layout import ModelLayout
 
 Rows = tuple[int, int]
 
@@ -93,41 +95,32 @@ def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
         offset += piece.height
 
 
-_THEIRS = {
+_NAMES = {
     "embedding.word_embeddings": "model.embed_tokens", "output_layer": "lm_head", "final_layernorm": "norm",
-    "decoder": "model", "self_attention": "self_attn", "pre_mlp_layernorm": "post_attention_layernorm",
-    "linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm",
-    "router": "gate", "experts.local_experts": "experts", "linear_fc2": "down_proj",
+    "decoder": "model", "pre_mlp_layernorm": "post_attention_layernorm",
 }  # fmt: skip
-_SEVERAL = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_fc1": ("gate_proj", "up_proj")}
-"""Parameters made of several tensors."""
 
 
 def decoder_weights(model: Architecture, renamed: Mapping[str, str] = MappingProxyType({})) -> WeightMap:
     """In Llama's naming, which all families derived from it share; ``renamed`` are parts that are called otherwise."""
-    words = _THEIRS | renamed
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})\b")
+    blocks = [block.names for kind in set(model.kinds) for block in blocks_of(kind)]
+    names = ChainMap(dict(renamed), *map(dict, blocks), _NAMES)
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")
+
+    def in_theirs(name: str) -> str:
+        return pattern.sub(lambda found: names[found[0]], name)
+
     return WeightMap({
-        parameter.name: _entry(parameter, pattern.sub(lambda found: words[found[0]], parameter.name), model)
-        for parameter in ModelLayout.of(model).parameters
+        parameter.name: _entry(parameter, in_theirs) for parameter in ModelLayout.of(model).parameters
     })
 
 
-def _entry(parameter: Parameter, name: str, model: Architecture) -> Entry:
-    module = name.split(".")[-2]
-    if module not in _SEVERAL:
-        return Entry({name: parameter.shape})
-    names = [name.replace(module, theirs) for theirs in _SEVERAL[module]]
+def _entry(parameter: Parameter, in_theirs: Callable[[str], str]) -> Entry:
+    if not parameter.stripes:
+        return Entry({in_theirs(parameter.name): parameter.shape})
+    *path, module, last = parameter.name.split(".")
+    stripes = [(in_theirs(".".join((*path, name, last))), rows) for name, rows in parameter.stripes]
     height, *width = parameter.shape
-    if module == "linear_fc1":
-        return Entry({each: (height // 2, *width) for each in names})
-    groups = model.num_query_groups
-    rows = [model.num_attention_heads // groups * model.kv_channels, model.kv_channels, model.kv_channels]
-    # Query, key and value of the first group, then those of the second, and so on.
-    order = tuple(
-        Piece(each, (group * of_group, (group + 1) * of_group))
-        for group in range(groups)
-        for each, of_group in zip(names, rows, strict=True)
-    )
-    tensors = {each: (groups * of_group, *width) for each, of_group in zip(names, rows, strict=True)}
-    return Entry(tensors, order)
+    times = height // sum(rows for _, rows in stripes)
+    order = tuple(Piece(name, (i * rows, (i + 1) * rows)) for i in range(times) for name, rows in stripes)
+    return Entry({name: (times * rows, *width) for name, rows in stripes}, order)

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.errors import EngineError
-from megatron_rl.families.layout import LayerCache, ModelLayout
+from megatron_rl.families import LayerCache, ModelLayout
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks

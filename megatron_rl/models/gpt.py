@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.families import Architecture, Head, ModelLayout
 from megatron_rl.models.attention.plan import Ropes, RopeTable
 from megatron_rl.models.attention.selection import Attention, checked_attention, requirements_of
-from megatron_rl.models.ends import ValueHead, scale_embedding
+from megatron_rl.models.blocks import BLOCKS
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters, refuse_buffers
+from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings
 from megatron_rl.platform import Platform
 from megatron_rl.platform.groups import current_groups
@@ -89,7 +92,7 @@ class PolicyModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters held by this rank."""
+        """Numbers in the parameters of this rank."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -99,13 +102,16 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
     Fused kernels stay off where there is no CUDA to run them.
     """
     model, kernels, shape = config.model, config.kernels, config.architecture()
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    blocks = {BLOCKS.get(name) for kind in shape.kinds for name in (kind.mixer, kind.mlp)}
+    settings = next((block.settings for block in blocks if "settings" in vars(block)), TransformerConfig)
+    common, known = ({field.name for field in dataclasses.fields(cls)} for cls in (TransformerConfig, settings))
     given = {name: value for name, value in {**vars(model), **vars(config.parallel)}.items() if name in known}
+    given |= {name: value for name, value in vars(config.layers).items() if name in known - common}
     # megatron's own would be weighed otherwise: see `BalanceLosses`.
     given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TransformerConfig(
+        return settings(
             **given,
             layernorm_epsilon=model.norm_epsilon,
             layernorm_zero_centered_gamma=shape.apply_layernorm_1p,
@@ -142,24 +148,21 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 def _activation(shape: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
     if shape.swiglu:
         return functional.silu
-    return gelu_tanh if shape.geglu else functional.gelu
-
-
-def gelu_tanh(values: torch.Tensor) -> torch.Tensor:
-    """GELU in the approximation that Gemma was trained with."""
-    return functional.gelu(values, approximate="tanh")
+    return functools.partial(functional.gelu, approximate="tanh") if shape.geglu else functional.gelu
 
 
 def build_model(
     config: RLConfig, platform: Platform, vocab_size: int, head: Head = "vocabulary"
 ) -> PolicyModel:
-    """Build this rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
+    """This rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
 
     With the head ``value`` it is a critic: the same trunk, whose router chooses for itself.
     """
     transformer_config = build_transformer_config(config, platform)
     groups = current_groups()
     layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
+    if len({layer.cache for layer in layout.layers}) > 1:  # one shape is tried out, and given to megatron's own engine
+        raise ConfigError(["layers whose heads differ in number or width are not built: the KV cache has one shape"])
     chunks = tuple(
         _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
         for chunk in range(config.stages.chunks)
@@ -175,22 +178,20 @@ def build_model(
         gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
         if config.rollout.rl_router_replay and head == "vocabulary":
             for layer in gpt.decoder.layers:
-                layer.replay_routing()
+                if layer.is_moe_layer:
+                    layer.mlp.replay_routing()
     # Sized to what a run can reach, not to the model's advertised context of 131072.
     reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)
     policy = PolicyModel(
         chunks=chunks,
         config=transformer_config,
-        ropes=_ropes(chunks[0], layout.architecture, reach),
+        ropes=_ropes(layout.architecture, transformer_config, reach),
         attention=checked_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
         dtype=transformer_config.params_dtype,
         device=platform.device,
     )
-    if config.precision.bf16:
-        for gpt in chunks:
-            gpt.to(torch.bfloat16)
     logger.info("%s: %s parameters on this rank, vocabulary %d (padded to %d)",
                 "model" if head == "vocabulary" else "critic", f"{policy.num_parameters:,}", vocab_size,
                 layout.padded_vocab_size)
@@ -199,17 +200,13 @@ def build_model(
     return policy
 
 
-def _ropes(gpt: GPTModel, shape: Architecture, reach: int) -> Ropes:
-    """The table of each rotation; the main one is made of megatron's module."""
-    ropes = {"main": RopeTable(gpt.rotary_pos_emb, reach)}
-    for name, (base, factor) in shape.rotations.items():
-        if name not in ropes:
-            module = RotaryEmbedding(
-                shape.kv_channels, shape.rotary_percent, seq_len_interpolation_factor=factor, rotary_base=base,
-                use_cpu_initialization=True,
-            )  # fmt: skip
-            ropes[name] = RopeTable(module.to(gpt.rotary_pos_emb.inv_freq.device), reach)
-    return ropes
+def _ropes(shape: Architecture, settings: TransformerConfig, reach: int) -> Ropes:
+    """The table of each rotation."""
+    on_cpu = settings.use_cpu_initialization
+    return {
+        name: RopeTable(RotaryEmbedding(**arguments, use_cpu_initialization=on_cpu), reach)
+        for name, arguments in shape.rotations.items()
+    }
 
 
 def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLayout, chunk: int) -> GPTModel:
@@ -242,18 +239,16 @@ def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLay
 
 @contextlib.contextmanager
 def rollout_mode(policy: PolicyModel, wrapped: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
-    """Evaluation mode, all parameters gathered, sequence parallelism off.
+    """Evaluation mode, all parameters gathered, sequence parallelism off: it would cut one token a row unevenly.
 
-    Sequence parallelism would cut a decode batch of one token a row into uneven pieces; the
-    results are the same without it. ``wrapped`` is given in training runs: with
-    `--overlap-param-gather` the updated parameters are still on their way after the optimizer
-    step, and a rollout on half of them would be silently stale.
+    ``wrapped`` is given in training runs: with `--overlap-param-gather` the updated parameters are still on their way
+    after the optimizer step, and a rollout on half of them would be silently stale.
     """
     hooked = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)
-    # megatron's `set_model_to_sequence_parallel` remembers the modules of a model by ``id(model)`` for ever: a model
-    # made where another one lay before kept its sequence parallelism, and the modules of the old one were never freed.
+    # megatron's `set_model_to_sequence_parallel` remembers modules by ``id(model)`` for ever: a model made where
+    # another lay before kept its settings, and the other's modules were never freed.
     modules = [module for gpt in policy.chunks for module in gpt.modules()]
     owners = (policy.config, *modules) if policy.config.sequence_parallel else ()
     on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]

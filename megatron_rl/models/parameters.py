@@ -15,8 +15,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import ModelLayout, Parameter
-from megatron_rl.families.layout import EMBEDDING, own_name
-from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.families.blocks import EMBEDDING
+from megatron_rl.families.layout import own_name
+from megatron_rl.models.blocks.experts import GroupedExperts
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import counted_over_ranks
 

@@ -7,21 +7,17 @@ numbers, so that on a CPU the result is the training forward's to the bit.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as functional
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.plan import AttentionPlan
-from megatron_rl.models.ends import ScaledEmbedding
-from megatron_rl.models.experts import ExpertLayer
-from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, TorchNorm, is_rms
-from megatron_rl.models.routing import BalancedRouter, Routing
+from megatron_rl.models.blocks import BLOCKS
+from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding, TorchNorm
 from megatron_rl.platform.megatron import inference_flag
 
 if TYPE_CHECKING:
@@ -64,54 +60,24 @@ class RolloutPlan(AttentionPlan, Protocol):
         ...
 
 
-class NormedMLP(MLP):
-    """megatron's MLP and a norm of its output."""
-
-    post_layernorm: TorchNorm
-
-    def forward(self, *args: Any, **settings: Any) -> tuple[torch.Tensor, None]:
-        """As megatron's, without a bias that is left to the caller."""
-        output, _ = super().forward(*args, **settings)
-        return self.post_layernorm(output), None
-
-
 class RolloutLayer(TransformerLayer):
-    """megatron's layer; `decode` is its evaluation-mode forward with a `RolloutPlan`."""
+    """megatron's layer, made of two blocks; `decode` is its evaluation-mode forward with a `RolloutPlan`."""
 
     def __init__(self, *args: Any, kind: LayerKind = PLAIN, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        attention, config = self.self_attention, self.config
-        attention.kind = kind
-        self._has_plain_mlp = isinstance(self.mlp, MLP)
-        if kind.post_norms:
-            attention.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
-            self.mlp.__class__ = NormedMLP
-            self.mlp.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
-        if not self._has_plain_mlp:  # a class of our own in the specification would have megatron warn of it
-            self.mlp.__class__, self.mlp.router.__class__ = ExpertLayer, BalancedRouter
-        # So are norms of query and key, and fewer groups than ranks, which then exchange their parts.
-        has_whole_groups = config.num_query_groups >= attention.world_size
-        self._has_plain_heads = not config.qk_layernorm and has_whole_groups and kind.scale is None
-        self._head_norms = (attention.q_layernorm, attention.k_layernorm) if config.qk_layernorm else (None, None)
-        # A kernel knows everything between the projection and the cache.
-        has_known_norms = not config.qk_layernorm or all(map(is_rms, self._head_norms))
-        self._has_storable_heads = has_whole_groups and has_known_norms and kind.scale is None
-        self._groups = attention.num_query_groups_per_partition
-        self._head_width = attention.hidden_size_per_attention_head
-        self._routing: Routing | None = None
-
-    def replay_routing(self) -> None:
-        """From now on rollouts record the experts they choose, and training uses those that its plan has."""
-        self._routing = self.mlp.router.router_replay = Routing()
+        config, blocks = self.config, {kind.mixer: self.self_attention, kind.mlp: self.mlp}
+        for name, module in blocks.items():  # a class of our own in the specification would have megatron warn of it
+            module.__class__ = BLOCKS.get(name)
+            module.prepare(kind)
+            module.post_layernorm = None
+            if kind.post_norms:
+                module.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self._readers = tuple(module.reader and getattr(module, module.reader) for module in blocks.values())
+        self._has_post_norms = kind.post_norms
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
-        """megatron's; a `PackedPlan` tells the router of experts and of losses of its own."""
-        with contextlib.ExitStack() as told:
-            if not self._has_plain_mlp:
-                told.enter_context(self.mlp.router.told(getattr(packed_seq_params, "balance", None)))
-            if self._routing is not None:
-                routing = getattr(packed_seq_params, "routing", None)
-                told.enter_context(self._routing.given(None if routing is None else routing[self.layer_number]))
+        """megatron's; the MLP is told of a `PackedPlan`."""
+        with self.mlp.told(packed_seq_params):
             return super().forward(*args, packed_seq_params=packed_seq_params, **settings)
 
     def decode(
@@ -121,65 +87,17 @@ class RolloutLayer(TransformerLayer):
 
         For evaluation without gradients only. Adding is left to the norm that follows, so that a kernel can do both.
         """
-        attention, ops = self.self_attention, plan.ops
-        hidden, normed = ops.add_norm(hidden, pending, self.input_layernorm, attention.linear_qkv)
-        attended = self._attended(normed, plan).view(hidden.shape[0], -1)
-        pending = self._normed(Pending(*call_linear(attention.linear_proj, attended)), attention)
-        if self._has_plain_mlp:
-            hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
-            return hidden, self._normed(Pending(*self._plain_mlp(normed, ops)), self.mlp)
-        hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, None)
-        output = self.mlp.decode(normed, plan)
-        if self._routing is not None:
-            plan.record_routing(self.layer_number, self._routing.chosen)
-        return hidden, Pending(output, None)
-
-    def _normed(self, pending: Pending, block: torch.nn.Module) -> Pending:
-        """What attention or the MLP adds, through its norm where it has one."""
-        if not self.self_attention.kind.post_norms:
-            return pending
-        return Pending(block.post_layernorm.forward(pending.output), None)
-
-    def _attended(self, normed: LinearInput, plan: RolloutPlan) -> torch.Tensor:
-        """The normed ``[T, hidden]`` -> ``[T, 1, heads * D]``."""
-        attention = self.self_attention
-        if plan.stores_heads and self._has_storable_heads:
-            mixed, _ = call_linear(attention.linear_qkv, normed)
-            heads = mixed.view(mixed.shape[0], self._groups, -1, self._head_width)
-            return plan.attend_mixed(self.layer_number, heads, *self._head_norms, attention.kind)
-        return plan.attend(self.layer_number, *self._heads(normed, plan), attention.kind)
-
-    def _heads(
-        self, normed: LinearInput, plan: RolloutPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
-        attention = self.self_attention
-        if not self._has_plain_heads:
-            query, key, value = attention.get_query_key_value_tensors(normed[:, None])
-            return plan.rotate(attention.scaled(query), attention.kind), plan.rotate(key, attention.kind), value
-        mixed, _ = call_linear(attention.linear_qkv, normed)
-        # A group's queries, its key and its value lie side by side: the first two are rotated in one go.
-        parts = mixed.view(mixed.shape[0], self._groups, -1, self._head_width)
-        turned = plan.rotate(parts[:, :, :-1], attention.kind)
-        query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, self._head_width)
-        return query, turned[:, :, -1].unsqueeze(1), parts[:, :, -1].unsqueeze(1)
-
-    def _plain_mlp(self, normed: LinearInput, ops: RolloutOps) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T, hidden]`` -> ``[T, hidden]`` and the bias that is left to the caller."""
-        inner, bias = call_linear(self.mlp.linear_fc1, normed)
-        if bias is not None:
-            inner.add_(bias)
-        return call_linear(self.mlp.linear_fc2, ops.activate(inner, self.config, self.mlp.linear_fc2))
-
-
-def call_linear(module: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``module(tokens)`` without the dispatch to hooks where none is registered.
-
-    ``forward`` is looked up on the instance: quantised rollouts put theirs there.
-    """
-    if module._forward_hooks or module._forward_pre_hooks:
-        return module(tokens)
-    return module.forward(tokens)
+        mixer, mlp, add_norm = self.self_attention, self.mlp, plan.ops.add_norm
+        of_mixer, of_mlp = self._readers
+        hidden, normed = add_norm(hidden, pending, self.input_layernorm, of_mixer)
+        pending = mixer.decode(normed, plan)
+        if self._has_post_norms:
+            pending = Pending(mixer.post_layernorm.forward(pending.output), None)
+        hidden, normed = add_norm(hidden, pending, self.pre_mlp_layernorm, of_mlp)
+        pending = mlp.decode(normed, plan)
+        if self._has_post_norms:
+            pending = Pending(mlp.post_layernorm.forward(pending.output), None)
+        return hidden, pending
 
 
 class RolloutForward:

@@ -1,14 +1,11 @@
 """Routers of experts: replay of what a rollout chose, and losses that keep experts equally busy and logits small.
 
-Router replay (R3, arXiv 2510.11370): the trainer sends a token to the experts that the rollout sent it to. Near ties of
-the router fall one way in a quantised rollout and the other way in the trainer, and another expert is another function:
-that gap is far larger than rounding. Only the choice is replayed. How much each chosen expert counts is the trainer's
-own probability, so the router has its gradient. megatron's own replay keeps the ids in the router, so somebody must
-switch it between phases, and with pipeline stages queue them for the backward pass. Here they come with the plan of
-each forward pass, which a layer that is recomputed gets again.
+Router replay (R3, arXiv 2510.11370): the trainer sends a token to the experts that the rollout sent it to. A near tie
+that falls the other way in a quantised rollout is another expert, a gap far larger than rounding. Only the choice is
+replayed: each expert's share is the trainer's own probability, so the router has its gradient. The ids come with the
+plan of a forward pass, so a layer that is recomputed, or runs its backward pass later, has the right ones.
 
-megatron's own balance losses are the mean over micro-batches. Here these differ in size and a loss has a denominator of
-its own, by which all gradients are divided at the end, so they are weighed as the loss is: see `BalanceLosses`.
+megatron's own balance losses are the mean over micro-batches, which differ in size here: see `BalanceLosses`.
 """
 
 from __future__ import annotations
@@ -40,9 +37,7 @@ class Routing:
 
     @contextlib.contextmanager
     def given(self, experts: Tensor | None) -> Iterator[None]:
-        """Inside, tokens go to ``experts`` [T, k]; where these are the largest number of their dtype, and with None,
-        the router chooses.
-        """
+        """Inside, tokens go to ``experts`` [T, k]; the largest number of their dtype: the router chooses."""
         self._given = experts
         try:
             yield
@@ -160,13 +155,12 @@ class BalanceLosses:
         self._sums.zero_()
         weight, loads = table[:, 2].sum().clamp_min(1e-30), table[:, 3:]
         busiest = loads.amax(1) / loads.mean(1).clamp_min(1e-30)
-        metrics = {f"{self._prefix}/expert_load_max": busiest.mean().item()}
-        for name, column, coefficient in zip(
-            ("load_balancing_loss", "router_z_loss"), (0, 1), self._coefficients, strict=True
-        ):
-            if coefficient:
-                metrics[f"{self._prefix}/{name}"] = (table[:, column].sum() / weight).item()
-        return metrics
+        layers = (loads.sum(1) > 0).sum().clamp_min(1)  # those that have experts
+        metrics = {"expert_load_max": (busiest.sum() / layers).item()}
+        for column, name in enumerate(("load_balancing_loss", "router_z_loss")):
+            if self._coefficients[column]:
+                metrics[name] = (table[:, column].sum() / weight).item()
+        return {f"{self._prefix}/{name}": value for name, value in metrics.items()}
 
 
 class BalancedRouter(TopKRouter):
@@ -176,7 +170,7 @@ class BalancedRouter(TopKRouter):
 
     @contextlib.contextmanager
     def told(self, balance: BalancePass | None) -> Iterator[None]:
-        """Inside, forward passes with gradients are of it."""
+        """Inside, forward passes with gradients are of ``balance``."""
         self._pass = balance
         try:
             yield

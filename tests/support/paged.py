@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.arithmetic import FEWEST_KEYS
-from megatron_rl.families.layout import LayerCache
+from megatron_rl.families import LayerCache
 from megatron_rl.inference.kv_cache import PagedCache
 from megatron_rl.models.attention.backend import CacheKernel, NewTokens
 

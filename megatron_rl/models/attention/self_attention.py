@@ -26,11 +26,6 @@ class PlannedSelfAttention(SelfAttention):
     kv_rounding: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     """What a KV cache of fewer bits does to keys and values; see `kv_format.rounded_attention`."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.post_layernorm: torch.nn.Module | None = None
-        """Of the output, where the layer's kind has such norms."""
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -58,8 +53,7 @@ class PlannedSelfAttention(SelfAttention):
         attend = functools.partial(plan.attend, self.layer_number, kind=self.kind)
         if self.training and self.checkpoint_core_attention:
             attend = functools.partial(tensor_parallel.checkpoint, attend, False)
-        output, bias = self.linear_proj(attend(query, key, value))
-        return (output, bias) if self.post_layernorm is None else (self.post_layernorm(output), None)
+        return self.linear_proj(attend(query, key, value))
 
     def scaled(self, query: torch.Tensor) -> torch.Tensor:
         """The queries such that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""

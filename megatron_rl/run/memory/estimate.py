@@ -12,7 +12,8 @@ from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_LOGIT_ROWS, LOGITS_AT_ONC
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import Problem
-from megatron_rl.families import Layer, Linear, ModelLayout, Stages
+from megatron_rl.families import ExpertShare, Layer, Linear, ModelLayout, Stages
+from megatron_rl.families.blocks import blocks_of
 from megatron_rl.quantization.shapes import skipped, storage_of
 from megatron_rl.run.memory.estimate_state import NO_STATE, training_state
 
@@ -148,7 +149,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         optimizer=own.optimizer,
         optimizer_in_rollouts=0 if offloaded else own.optimizer,
         quantized=0 if storage is None else sum(storage.stored_bytes(each.rows, each.columns) for each in linears),
-        kv_cache=slots * slot_bytes(config) // layout.most_layers * len(layout.layers),
+        kv_cache=slots * slot_bytes(config, layout),
         rollout_logits=slots * padded * logits * _FP32,
         activations=activation_elements(config, layout, stage) * number,
         training_logits=_training_logits(config, layout, number),
@@ -230,27 +231,17 @@ def _in_flight(stages: Stages, stage: int) -> float:
 
 def _inner_elements(layer: Layer, config: RLConfig) -> int:
     """Of attention and MLP."""
-    model, cache = config.model, layer.cache
-    widths = {linear.name.rpartition(".")[2]: linear.columns for linear in layer.linears}
-    query, key, both = widths["linear_proj"], cache.heads * cache.key_width, cache.numbers(1)
-    mlp = (5 if config.architecture().is_gated else 2) * widths["linear_fc2"]
-    if model.num_experts is not None:  # each token runs through some experts, and is copied in and out of each
-        mlp = model.moe_router_topk * (mlp + 2 * model.hidden_size) + 2 * model.num_experts
-        # Whoever has whole experts gets as many fewer tokens: as many as it sends, with experts equally busy.
-        mlp = mlp * config.parallel.expert_tensor_parallel_size // config.parallel.tensor_model_parallel_size
-    recomputed = config.kernels.recompute_modules or ()
-    if "core_attn" in recomputed:
-        attention = 3 * query + key + both + (query if model.qk_layernorm else 0)
-    else:
-        attention = 3 * query + both + (2 * query + both if model.qk_layernorm else 0)
-    if "mlp" in recomputed:
-        mlp = 0
-    return config.padded_bin_size // config.parallel.context_parallel_size * (attention + mlp)
+    parallel, recomputed = config.parallel, config.kernels.recompute_modules or ()
+    share = ExpertShare(tensor_size=parallel.expert_tensor_parallel_size)
+    sizes = config.architecture(), parallel.tensor_model_parallel_size, share
+    mixer, mlp = blocks_of(layer.kind)
+    kept = mixer.kept(*sizes, "core_attn" in recomputed) + mlp.kept(*sizes, "mlp" in recomputed)
+    return config.padded_bin_size // parallel.context_parallel_size * kept
 
 
-def slot_bytes(config: RLConfig) -> int:
-    """Keys and values of one sequence of full length; of the pipeline stage that has the most layers."""
-    return config.kv_cache_bytes(max(config.rollout.inference_max_seq_length, FEWEST_KEYS))
+def slot_bytes(config: RLConfig, layout: ModelLayout | None = None) -> int:
+    """The KV cache of one sequence of full length: see `RLConfig.kv_cache_bytes`."""
+    return config.kv_cache_bytes(max(config.rollout.inference_max_seq_length, FEWEST_KEYS), layout)
 
 
 def _quantized(config: RLConfig, layout: ModelLayout) -> list[Linear]:

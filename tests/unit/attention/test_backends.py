@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.layout import LayerCache
+from megatron_rl.families import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.models.attention.backend import Backend, NewTokens
 from megatron_rl.models.attention.kv_format import FP8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def _read(folder: Path, **changes: Any):
 
 def test_each_layer_has_its_kind(tmp_path: Path) -> None:
     scale = 24**-0.5
-    window, whole = LayerKind("local", 8, scale, True), LayerKind("main", None, scale, True)
+    whole = LayerKind(scale=scale, post_norms=True)
+    window = replace(whole, rotation="local", window=8)
     assert _read(tmp_path).kinds == (window, whole, window, whole)
     assert _read(tmp_path, layer_types=[LOCAL, LOCAL, WHOLE, LOCAL]).kinds == (window, window, whole, window)
     assert _read(tmp_path, layer_types=None, sliding_window_pattern=4).kinds == (window,) * 3 + (whole,)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.families.layout import LayerCache
+from megatron_rl.families import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache, blocks_within, rows_within
 from megatron_rl.models.gpt import PolicyModel
 from tests.support.generation import rollout_engine

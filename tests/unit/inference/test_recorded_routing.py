@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.families.layout import LayerCache
+from megatron_rl.families import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode

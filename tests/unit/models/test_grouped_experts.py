@@ -76,7 +76,7 @@ def test_a_dispatch_on_the_device_is_megatrons(one_rank: ParallelGroups, bf16: b
     tokens = torch.randn(64, policy.config.hidden_size, dtype=policy.config.params_dtype)
     for count in (1, 2, 64):
         wanted = layer(tokens[:count, None])[0][:, 0]
-        assert torch.equal(layer.decode(tokens[:count], None), wanted)
+        assert torch.equal(layer.decode(tokens[:count], None).output, wanted)
 
 
 def test_a_state_dict_has_single_experts(pair: tuple[PolicyModel, PolicyModel]) -> None:

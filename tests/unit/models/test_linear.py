@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.models.spec import (
+from megatron_rl.models.rollout_ops import (
     WIDE,
     ColumnParallelLinear,
     RowParallelLinear,

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.models.gpt import rollout_mode
+from megatron_rl.families import LayerCache
+from megatron_rl.families.blocks import BLOCKS
+from megatron_rl.models.blocks.heads import HeadAttention
+from megatron_rl.models.gpt import build_transformer_config, rollout_mode
 from megatron_rl.models.rollout_ops import TorchNorm, is_rms
+from megatron_rl.models.spec import layer_spec
+from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups
 from tests.support.samples import tiny_optimization
-from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+from tests.support.tiny import SHAPES, VOCABULARY, tiny_config, tiny_policy
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -145,3 +153,38 @@ def test_a_rollout_first_does_not_spoil_training(one_rank: ParallelGroups) -> No
     with rollout_mode(optimization.policy), torch.inference_mode():
         optimization.policy.gpt(ids, positions, None)
     optimization.policy.gpt(ids, positions, None).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("setting", "experts"),
+    [
+        ({"moe_shared_expert_intermediate_size": 24}, True),
+        ({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, True),
+        ({"activation_func_clamp_value": 7.0}, False),
+        ({"softmax_type": "learnable"}, False),
+    ],
+)
+def test_what_only_megatrons_training_computes_is_refused(setting: dict[str, object], experts: bool) -> None:
+    """Rollouts would pass over it, and so would the reference policy and checkpoints of what is no parameter."""
+    config = tiny_config(**SHAPES["experts"] if experts else {})
+    settings = build_transformer_config(config, current_platform())
+    (kind, *_) = config.architecture().kinds
+    assert layer_spec(settings, kind)
+    for name, value in setting.items():
+        setattr(settings, name, value)
+    with pytest.raises(ConfigError, match=f"({'|'.join(setting)}) .* is not built of heads and {kind.mlp}"):
+        layer_spec(settings, kind)
+
+
+def test_a_block_may_need_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadAttention, "settings", MLATransformerConfig)
+    settings = build_transformer_config(tiny_config(rotary_base=500), current_platform())
+    assert (type(settings), settings.rotary_base) == (MLATransformerConfig, 500)
+
+
+def test_heads_of_different_sizes_are_refused(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = itertools.count(8)
+    growing = replace(BLOCKS["heads"], cache=lambda model, ranks: LayerCache(2, next(widths), 8))
+    monkeypatch.setitem(BLOCKS, "heads", growing)
+    with pytest.raises(ConfigError, match="layers whose heads differ in number or width are not built"):
+        tiny_policy()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_rl.families import Architecture
 from megatron_rl.models.attention.plan import PackedPlan
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout import RolloutForward, RolloutLayer
@@ -82,6 +84,17 @@ def test_same_logits_and_tokens_as_the_stock_modules(one_rank: object, name: str
     assert len(our_logits) == len(stock_logits) > 10
     for one, other in zip(our_logits, stock_logits, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_dense_layer_before_experts(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    (of_experts, _) = tiny_config(**FAMILIES["qwen3_moe"]).architecture().kinds
+    monkeypatch.setattr(Architecture, "kinds", (replace(of_experts, mlp="dense"), of_experts))
+    policy = family("qwen3_moe")
+    assert [name for name, _ in policy.named_parameters()] == [one.name for one in policy.layout.parameters]
+    ours, our_logits = run(policy, short=True)
+    stock, stock_logits = run(policy, short=False)
+    assert tokens(ours) == tokens(stock)
+    assert all(torch.equal(one, other) for one, other in zip(our_logits, stock_logits, strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +13,74 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
+from megatron_rl.families import LayerKind
+from megatron_rl.models.blocks import Block
+from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear
+from megatron_rl.models.routing import BalancedRouter, Routing
+from megatron_rl.platform.megatron import submodules_of
 from megatron_rl.quantization.copies import StackedLinear
 
 if TYPE_CHECKING:
     from megatron_rl.models.rollout import RolloutPlan
 
 
-class ExpertLayer(MoELayer):
+class ExpertLayer(Block, MoELayer):
     """megatron's layer: each token goes through the experts that the router chooses, on whatever ranks they are."""
 
-    def decode(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
-        """``[T, hidden]`` -> ``[T, hidden]``; in evaluation mode, without gradients."""
+    expects = {
+        "moe_shared_expert_intermediate_size": None, "moe_latent_size": None, "moe_apply_probs_on_input": False,
+        "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
+        "moe_router_score_function": "softmax",  # of which `BalancePass` makes its losses
+        "moe_router_enable_expert_bias": False,  # a buffer: checkpoints and the reference policy have parameters alone
+    }  # fmt: skip
+    routing: Routing | None
+    """What rollouts chose, and what training is to use; see `replay_routing`."""
+
+    @staticmethod
+    def stock(config: TransformerConfig) -> dict[str, Any]:
+        return {"num_experts": config.num_moe_experts}
+
+    @staticmethod
+    def place(submodules: MoESubmodules, config: TransformerConfig) -> None:
+        if config.moe_grouped_gemm:
+            submodules.experts = GroupedExperts
+        elif config.expert_tensor_parallel_size == 1:
+            single = submodules_of(submodules.experts)
+            single.linear_fc1, single.linear_fc2 = WholeColumnLinear, WholeRowLinear
+
+    def prepare(self, _: LayerKind) -> None:
+        self.router.__class__ = BalancedRouter
+        self.routing = None
+
+    def replay_routing(self) -> None:
+        """From now on rollouts record the experts they choose, and training uses those that its plan has."""
+        self.routing = self.router.router_replay = Routing()
+
+    @contextlib.contextmanager
+    def told(self, plan: Any) -> Iterator[None]:
+        """A `PackedPlan` tells the router of experts and of losses of its own."""
+        given = getattr(plan, "routing", None)
+        with contextlib.ExitStack() as told:
+            told.enter_context(self.router.told(getattr(plan, "balance", None)))
+            if self.routing is not None:
+                told.enter_context(self.routing.given(None if given is None else given[self.layer_number]))
+            yield
+
+    def decode(self, normed: torch.Tensor, plan: RolloutPlan) -> Pending:
+        output = self._decoded(normed, plan)
+        if self.routing is not None:
+            plan.record_routing(self.layer_number, self.routing.chosen)
+        return Pending(output, None)
+
+    def _decoded(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
         is_shared = self.config.expert_model_parallel_size > 1
         if not self.config.moe_grouped_gemm or (is_shared and plan.shared_rows is None):
-            return self(tokens[:, None])[0].view(tokens.shape)
+            return MoELayer.forward(self, tokens[:, None])[0].view(tokens.shape)
         probabilities, chosen = self.router(tokens[:, None])  # [T, experts] each
         if is_shared:
             return self._over_ranks(tokens, probabilities, plan.shared_rows or tokens.shape[0])
@@ -61,8 +111,7 @@ class ExpertLayer(MoELayer):
         size, nowhere = sent.shape[0] * min(self.config.moe_router_topk, len(mine)), sent.shape[0]
         places = torch.nonzero_static(sent.t(), size=size, fill_value=0)
         expert, token = places.unbind(1)
-        # There are mostly fewer pairs than there could be. What experts give for the others is anything: it is added to
-        # a row of its own.
+        # There are mostly fewer pairs than there could be. What experts give for the others goes to a row of its own.
         is_pair = torch.arange(size, device=token.device) < sent.sum()
         output, _ = self.experts(everything[token], sent.sum(0), shares[token, expert])
         token = torch.where(is_pair, token, nowhere)
@@ -84,8 +133,7 @@ def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> to
 class GroupedExperts(MegatronModule):
     """In place of megatron's `SequentialMLP`: a layer's experts are two stacks of weights and two grouped products.
 
-    One call where there were as many as experts; on a CPU the same bits, forward and backward. In checkpoints and under
-    their names in the whole model experts stay single: see `parts`.
+    On a CPU the same bits, forward and backward. In checkpoints and by name experts stay single: see `parts`.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
@@ -201,3 +249,6 @@ class GroupedExperts(MegatronModule):
 @torch.no_grad()
 def _stacked(experts: list[list[torch.Tensor]]) -> torch.Tensor:
     return torch.stack([torch.cat(pieces) for pieces in experts])
+
+
+BLOCK = ExpertLayer

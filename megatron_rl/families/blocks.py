@@ -1,0 +1,243 @@
+"""What a decoder layer is made of, without torch: mixers (what exchanges between tokens) and MLPs, by their names.
+
+Here stand a block's parameters and linears, its tensors in a Hugging Face checkpoint, and what it keeps of each token.
+Its modules and its step in rollouts are in the file of the same name in `megatron_rl/models/blocks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.families.architecture import PLAIN, Architecture, ExpertShare, LayerKind
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+Stripes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model, and how tensor-parallel ranks share it."""
+
+    name: str
+    """As megatron has it, layers and experts counted over all ranks: ``decoder.layers.3.mlp.linear_fc1.weight``."""
+    shape: tuple[int, ...]
+    """Of all ranks together, padding included."""
+    cut: Literal["rows", "columns"] | None = None
+    """None: every rank has all of it."""
+    ranks: int = 1
+    blocks: int = 1
+    """The rows are so many blocks of one height, each cut by itself: 2 for gate and up projection."""
+    stripes: Stripes = ()
+    """The Hugging Face tensors that its rows are of, and how many rows of each, from top to bottom and then again.
+
+    Empty: it is one tensor. Example: with 2 query heads of width 4 to a key, ``q_proj`` 8, ``k_proj`` 4, ``v_proj`` 4.
+    """
+
+    @property
+    def is_over_the_vocabulary(self) -> bool:
+        """Its rows are tokens, and padding."""
+        return self.name in (EMBEDDING, HEAD) and not self.is_value_head
+
+    @property
+    def is_value_head(self) -> bool:
+        """Of a critic; every tensor-parallel rank has all of it, where logits are always cut."""
+        return self.name == HEAD and self.cut is None
+
+    @property
+    def is_of_an_expert(self) -> bool:
+        """`ranks` are the expert-tensor-parallel ones."""
+        return ".experts." in self.name
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """What one rank holds."""
+        if self.cut is None:
+            return self.shape
+        height, *width = self.shape
+        return (height // self.ranks, *width) if self.cut == "rows" else (height, width[0] // self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Numbers on one rank."""
+        return math.prod(self.local_shape)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A parallel linear layer: y = x W^T + b."""
+
+    name: str
+    """``layers.0.mlp.linear_fc1``, layers counted over the whole model."""
+    kind: Literal["column", "row"]
+    """Which dimension tensor-parallel ranks share: the outputs (column), or the inputs, their products added (row)."""
+    outputs: int
+    """Of all ranks together, as ``inputs``."""
+    inputs: int
+    ranks: int = 1
+    has_bias: bool = False
+    blocks: int = 1
+    """As `stripes`, see `Parameter`."""
+    stripes: Stripes = ()
+
+    @property
+    def rows(self) -> int:
+        """Outputs of one rank."""
+        return self.outputs // self.ranks if self.kind == "column" else self.outputs
+
+    @property
+    def columns(self) -> int:
+        """Inputs of one rank."""
+        return self.inputs // self.ranks if self.kind == "row" else self.inputs
+
+    @property
+    def parameters(self) -> Iterator[Parameter]:
+        """Weight, and bias if it has one."""
+        name, cut = f"decoder.{self.name}", "rows" if self.kind == "column" else "columns"
+        shared = self.ranks, self.blocks, self.stripes
+        yield Parameter(f"{name}.weight", (self.outputs, self.inputs), cut, *shared)
+        if self.has_bias:
+            yield Parameter(f"{name}.bias", (self.outputs,), "rows" if self.kind == "column" else None, *shared)
+
+
+Part = Parameter | Linear
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a layer keeps on one rank: the key and the value of each token, head by head.
+
+    A window saves nothing here: all tokens are kept, and masked. A cache of another kind answers `numbers` otherwise.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+
+    def numbers(self, tokens: int) -> int:
+        """Kept of a sequence of ``tokens``. Example: 2 heads of 8 and 8 keep 96 numbers of 3 tokens."""
+        return tokens * self.heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A mixer, or an MLP."""
+
+    parts: Callable[[str, Architecture, int, ExpertShare], Iterator[Part]]
+    """In megatron's order, of a module's name (``layers.0.mlp``), tensor-parallel ranks and share of experts."""
+    kept: Callable[[Architecture, int, ExpertShare, bool], int]
+    """Numbers of a token that a rank keeps for the backward pass: see `activation_elements`.
+
+    True: attention between projections, or the MLP, is computed again.
+    """
+    names: Mapping[str, str]
+    """How Llama's Hugging Face tensors call what megatron calls otherwise."""
+    computes: frozenset[str] = frozenset()
+    """The fields of `LayerKind` that it takes into account."""
+    cache: Callable[[Architecture, int], LayerCache] | None = None
+    """Of a mixer, on each of so many tensor-parallel ranks."""
+
+
+def norm(name: str, width: int, model: Architecture) -> Iterator[Parameter]:
+    """The parameters of a norm."""
+    yield Parameter(f"{name}.weight", (width,))
+    if model.normalization == "LayerNorm":
+        yield Parameter(f"{name}.bias", (width,))
+
+
+def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
+    hidden, width, bias = model.hidden_size, model.kv_channels, model.add_bias_linear
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    # The queries of a group, its key and its value, then those of the next group.
+    stripes = ("q_proj", heads // groups * width), ("k_proj", width), ("v_proj", width)
+    outputs = (heads + 2 * groups) * width
+    yield Linear(f"{name}.linear_proj", "row", hidden, heads * width, ranks, bias)
+    yield Linear(
+        f"{name}.linear_qkv", "column", outputs, hidden, ranks, bias or model.add_qkv_bias, stripes=stripes
+    )
+    if model.qk_layernorm:
+        yield from norm(f"decoder.{name}.q_layernorm", width, model)
+        yield from norm(f"decoder.{name}.k_layernorm", width, model)
+
+
+def _heads_cache(model: Architecture, ranks: int) -> LayerCache:
+    # With fewer groups than ranks a rank stores part of one, which megatron gathers, and caches all of it.
+    return LayerCache(max(1, model.num_query_groups // ranks), model.kv_channels, model.kv_channels)
+
+
+def _heads_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
+    cache = _heads_cache(model, ranks)
+    query = model.num_attention_heads // ranks * model.kv_channels
+    key, both = cache.heads * cache.key_width, cache.numbers(1)
+    if again:
+        return 3 * query + key + both + (query if model.qk_layernorm else 0)
+    return 3 * query + both + (2 * query + both if model.qk_layernorm else 0)
+
+
+def _mlp(name: str, model: Architecture, width: int, ranks: int) -> Iterator[Linear]:
+    hidden, bias, halves = model.hidden_size, model.add_bias_linear, 2 if model.is_gated else 1
+    stripes = (("gate_proj", width), ("up_proj", width)) if model.is_gated else ()
+    yield Linear(f"{name}.linear_fc1", "column", halves * width, hidden, ranks, bias, halves, stripes)
+    yield Linear(f"{name}.linear_fc2", "row", hidden, width, ranks, bias)
+
+
+def _dense(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
+    yield from _mlp(name, model, model.ffn_hidden_size, ranks)
+
+
+def _dense_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
+    return 0 if again else _mlp_kept(model, model.ffn_hidden_size // ranks)
+
+
+def _mlp_kept(model: Architecture, width: int) -> int:
+    return (5 if model.is_gated else 2) * width
+
+
+def _experts(name: str, model: Architecture, ranks: int, share: ExpertShare) -> Iterator[Part]:
+    yield Parameter(f"decoder.{name}.router.weight", (model.num_experts, model.hidden_size))
+    for expert in share.of(model.num_experts):
+        single = f"{name}.experts.local_experts.{expert}"
+        yield from _mlp(single, model, model.moe_ffn_hidden_size, share.tensor_size or ranks)
+
+
+def _experts_kept(model: Architecture, ranks: int, share: ExpertShare, again: bool) -> int:
+    cut = share.tensor_size or ranks
+    # Each token runs through some experts, and is copied in and out of each.
+    each = _mlp_kept(model, model.moe_ffn_hidden_size // cut) + 2 * model.hidden_size
+    # Whoever has whole experts gets as many fewer tokens: as many as it sends, with experts equally busy.
+    return 0 if again else (model.moe_router_topk * each + 2 * model.num_experts) * cut // ranks
+
+
+_ATTENTION = {
+    "self_attention": "self_attn", "linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm",
+}  # fmt: skip
+_MLP = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
+
+BLOCKS: Mapping[str, Block] = {
+    "heads": Block(_heads, _heads_kept, _ATTENTION, frozenset({"rotation", "window", "scale"}), _heads_cache),
+    "dense": Block(_dense, _dense_kept, _MLP),
+    "experts": Block(_experts, _experts_kept, _MLP | {"router": "gate", "experts.local_experts": "experts"}),
+}
+
+
+def blocks_of(kind: LayerKind) -> tuple[Block, Block]:
+    """The mixer and the MLP of a layer.
+
+    Raises:
+        ConfigError: there is no block of that name, or neither computes what the kind asks for.
+    """
+    for name in (kind.mixer, kind.mlp):
+        if name not in BLOCKS:
+            raise ConfigError([f"a layer with {name!r} is not built; there are {', '.join(BLOCKS)}"])
+    mixer, mlp = BLOCKS[kind.mixer], BLOCKS[kind.mlp]
+    known = mixer.computes | mlp.computes | {"mixer", "mlp", "post_norms"}
+    for field in dataclasses.fields(LayerKind):
+        value = getattr(kind, field.name)
+        if field.name not in known and value != getattr(PLAIN, field.name):
+            raise ConfigError([f"a layer with {field.name} {value} is not built of {kind.mixer} and {kind.mlp}"])
+    return mixer, mlp

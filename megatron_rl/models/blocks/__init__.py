@@ -1,0 +1,64 @@
+"""A file a block: the modules of a mixer or an MLP, and its step in rollouts. `families/blocks.py` has the rest of it.
+
+megatron builds a module from a layer's specification, in which a block puts its own parts; then the module becomes the
+block. So another kind of layer is one more file here, and one more entry there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.families import LayerKind
+from megatron_rl.registry import Registry
+
+if TYPE_CHECKING:
+    from megatron_rl.models.rollout import RolloutPlan
+    from megatron_rl.models.rollout_ops import LinearInput, Pending
+
+
+class Block:
+    """What a file defines as ``BLOCK``: it inherits from this and from megatron's module, without a constructor."""
+
+    settings: type[TransformerConfig] = TransformerConfig
+    """What megatron's module reads: a class that adds fields has them from the flags in `LayerConfig`."""
+    expects: Mapping[str, Any] = {}
+    """Settings of megatron, each with the one value that training and `decode` alike compute."""
+    reader: str | None = None
+    """The linear that takes the norm's output; None where there is more than one."""
+    post_layernorm: torch.nn.Module | None
+    """Of the output, where the layer's kind has such norms. Around `decode` the layer calls it."""
+
+    @staticmethod
+    def stock(config: TransformerConfig) -> dict[str, Any]:
+        """Arguments of megatron's own specification of a layer that has this block."""
+        del config
+        return {}
+
+    @staticmethod
+    def place(submodules: Any, config: TransformerConfig) -> None:
+        """Put our modules in the place of megatron's, into the specification of the block."""
+
+    def prepare(self, kind: LayerKind) -> None:
+        """Take the place of megatron's module, which has been built, in a layer of that kind."""
+
+    def forward(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """megatron's, and the norm of its output: as a hook it would keep decode steps out of CUDA graphs."""
+        output, bias = super().forward(*given, **named)
+        return (output, bias) if self.post_layernorm is None else (self.post_layernorm(output), None)
+
+    def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
+        """``[T, hidden]`` -> ``[T, hidden]``, and a bias that is left to the caller; without gradients."""
+        raise NotImplementedError
+
+    def told(self, plan: Any) -> contextlib.AbstractContextManager[None]:
+        """Of an MLP: inside, its forward passes are of the ``plan`` of a batch, or of None."""
+        del plan
+        return contextlib.nullcontext()
+
+
+BLOCKS: Registry[type[Block]] = Registry("block of a layer", "megatron_rl.models.blocks", "BLOCK")

@@ -1,0 +1,87 @@
+"""Attention over heads that share keys and values in groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.families import LayerKind
+from megatron_rl.models.attention.self_attention import PlannedSelfAttention
+from megatron_rl.models.blocks import Block
+from megatron_rl.models.rollout_ops import (
+    LinearInput,
+    Pending,
+    TorchNorm,
+    WholeColumnLinear,
+    WholeRowLinear,
+    call_linear,
+    is_rms,
+)
+
+if TYPE_CHECKING:
+    from megatron_rl.models.rollout import RolloutPlan
+
+
+class HeadAttention(Block, PlannedSelfAttention):
+    """megatron's attention, whose rotation, mask and scale are those of the layer's kind."""
+
+    expects = {"softmax_type": "vanilla", "attention_output_gate": False, "qk_l2_norm": False}
+    reader = "linear_qkv"
+
+    @staticmethod
+    def stock(config: TransformerConfig) -> dict[str, Any]:
+        # megatron skips a gradient all-reduce when only one of spec and config says so.
+        return {"qk_layernorm": config.qk_layernorm}
+
+    @staticmethod
+    def place(submodules: SelfAttentionSubmodules, config: TransformerConfig) -> None:
+        if config.qk_layernorm:
+            submodules.q_layernorm = submodules.k_layernorm = TorchNorm
+        if config.context_parallel_size > 1:  # megatron's own, which nothing calls, cannot even be built
+            submodules.core_attention = IdentityOp
+        if config.tensor_model_parallel_size == 1:
+            submodules.linear_qkv, submodules.linear_proj = WholeColumnLinear, WholeRowLinear
+
+    def prepare(self, kind: LayerKind) -> None:
+        has_norms = self.config.qk_layernorm
+        self.kind = kind
+        self._norms = (self.q_layernorm, self.k_layernorm) if has_norms else (None, None)
+        # With fewer groups than ranks these exchange their parts.
+        is_plain = self.config.num_query_groups >= self.world_size and kind.scale is None
+        self._rotates_together = is_plain and not has_norms
+        # A kernel knows everything between the projection and the cache.
+        self._is_storable = is_plain and (not has_norms or all(map(is_rms, self._norms)))
+
+    def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
+        if plan.stores_heads and self._is_storable:
+            mixed = self._mixed(normed)
+            attended = plan.attend_mixed(self.layer_number, mixed, *self._norms, self.kind)
+        else:
+            attended = plan.attend(self.layer_number, *self._heads(normed, plan), self.kind)
+        return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
+
+    def _mixed(self, normed: LinearInput) -> torch.Tensor:
+        """``[T, hidden]`` -> ``[T, groups, share + 2, D]``: a group's queries, its key, its value."""
+        mixed, _ = call_linear(self.linear_qkv, normed)
+        return mixed.view(
+            mixed.shape[0], self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        )
+
+    def _heads(
+        self, normed: LinearInput, plan: RolloutPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
+        if not self._rotates_together:
+            query, key, value = self.get_query_key_value_tensors(normed[:, None])
+            return plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind), value
+        mixed = self._mixed(normed)
+        turned = plan.rotate(mixed[:, :, :-1], self.kind)  # queries and keys in one go
+        query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, mixed.shape[-1])
+        return query, turned[:, :, -1].unsqueeze(1), mixed[:, :, -1].unsqueeze(1)
+
+
+BLOCK = HeadAttention
