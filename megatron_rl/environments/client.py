@@ -14,13 +14,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from megatron_rl.chat import ChatFormat
 from megatron_rl.environments import wire
 from megatron_rl.environments.child import LOAD_SECONDS
 from megatron_rl.environments.results import MAX_MESSAGE, failed, result_from_json
@@ -61,25 +59,6 @@ class RequestFailed(EnvironmentFault):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclass(frozen=True)
-class ServedEnvironment:
-    name: str
-    weight: float
-    """Share of the training prompts, relative to the others."""
-    evaluation_only: bool
-    max_turns: int
-    """How often the model may speak in a conversation."""
-    is_harness: bool = False
-    """Whether its samples are run and not graded."""
-    eval_prompts: int | None = None
-    eval_samples: int | None = None
-    """Of an evaluation, where the list says another number than the flags."""
-    chat: ChatFormat = ChatFormat()
-    """Of prompts that are chats, before what the flags say."""
-    reward_range: tuple[float, float | None] = (0.0, 1.0)
-    """See `Environment.reward_range`."""
 
 
 class EnvironmentClient:
@@ -149,11 +128,9 @@ class EnvironmentClient:
         """All demonstrations of a split in the order of the curriculum; often none."""
         return [wire.demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
 
-    def environments(self) -> tuple[ServedEnvironment, ...]:
+    def environments(self) -> tuple[wire.ServedEnvironment, ...]:
         """What is served, in the order of the list; ``EnvironmentFault`` when the server does not say."""
-        names = [field.name for field in fields(ServedEnvironment)]
-        rows = [row | {"chat": ChatFormat(**row["chat"])} for row in self._get("/v1/environments")["items"]]
-        return tuple(ServedEnvironment(*(row[name] for name in names)) for row in rows)
+        return tuple(map(wire.ServedEnvironment.from_json, self._get("/v1/environments")["items"]))
 
     def _fetch(self, environment: str, what: str, split: Split) -> Iterator[Any]:
         offset, total = 0, 1

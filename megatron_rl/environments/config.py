@@ -31,6 +31,7 @@ from megatron_rl.environments.base import RULES as OF_CLASSES
 from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion, whole_number
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
 from megatron_rl.environments.tool_calls import checked_tools
+from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import MAX_VALUES, check_bounds, dumps
 from megatron_rl.user_files import read_text
@@ -102,9 +103,13 @@ class EnvironmentSpec:
             raise ConfigError([f"its tools cannot be shown to a model: {error}"]) from error
         return environment
 
-    def chat_of(self, environment: Environment) -> ChatFormat:
-        """``chat`` with the tools of ``environment``, which `create` made."""
-        return replace(self.chat, tools=tuple(environment.tools))
+    def served(self, environment: Environment) -> ServedEnvironment:
+        """What a run asks about ``environment``, which `create` made."""
+        return ServedEnvironment(
+            self.name, self.weight, environment.evaluation_only, environment.max_turns,
+            isinstance(environment, HarnessEnvironment), self.eval_prompts, self.eval_samples,
+            replace(self.chat, tools=tuple(environment.tools)), tuple(environment.reward_range),
+        )  # fmt: skip
 
 
 def load_environment_specs(

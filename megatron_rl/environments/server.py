@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -25,7 +26,6 @@ from flask import Flask, Response, request
 from flask_restful import Api, Resource, abort
 
 from megatron_rl.environments import wire
-from megatron_rl.environments.base import HarnessEnvironment
 from megatron_rl.environments.channels import MAX_CONNECTIONS, Channel
 from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS, die_with_parent
 from megatron_rl.environments.config import load_environment_specs
@@ -73,20 +73,9 @@ class Environments(Served):
         return {"items": [self._summary(each) for each in self.service.environments]}
 
     def _summary(self, name: str) -> dict[str, Any]:
-        environment, spec = self.service.environment(name), self.service.specs[name]
-        return {
-            "name": name,
-            "weight": spec.weight,
-            "eval_prompts": spec.eval_prompts,
-            "eval_samples": spec.eval_samples,
-            "chat": vars(spec.chat_of(environment)),
-            "environment": environment.name,
-            "description": environment.description(),
-            "evaluation_only": environment.evaluation_only,
-            "max_turns": environment.max_turns,
-            "is_harness": isinstance(environment, HarnessEnvironment),
-            "reward_range": list(environment.reward_range),
-        }
+        environment = self.service.environment(name)
+        served = asdict(self.service.specs[name].served(environment))
+        return served | {"environment": environment.name, "description": environment.description()}
 
 
 class Rows(Served):

@@ -171,9 +171,9 @@ def _rewards_below(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[st
     except ConfigError:  # reported elsewhere
         return
     for item in trained if bound is not None else ():
-        if item.lowest_reward < bound:
+        if item.reward_range[0] < bound:
             yield (
-                f"{item.name}: its rewards begin at {item.lowest_reward:g}, and --rl-advantage "
+                f"{item.name}: its rewards begin at {item.reward_range[0]:g}, and --rl-advantage "
                 f"{config.algorithm.rl_advantage} takes none below {bound:g}; use --rl-advantage-args "
-                f"lowest={item.lowest_reward:g}"
+                f"lowest={item.reward_range[0]:g}"
             )

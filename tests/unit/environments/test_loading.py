@@ -5,7 +5,8 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from megatron_rl.environments.loading import KEPT_OUTPUT, found, inspected, surveyed
+from megatron_rl.environments.child import KEPT_OUTPUT
+from megatron_rl.environments.loading import found, inspected, surveyed
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from tests.unit.environments.wild_modules import GOOD, WILD
@@ -21,7 +22,7 @@ def wild(tmp_path, monkeypatch):
 
 
 def test_each_wild_module_of_a_list_gets_its_line(wild, monkeypatch, capfd):
-    monkeypatch.setattr("megatron_rl.environments.loading.MAX_FAILURES", len(WILD))
+    monkeypatch.setattr("megatron_rl.environments.child.MAX_FAILURES", len(WILD))
     path = wild / "list.yaml"
     path.write_text("".join(f"- environment: {name}:Made\n" for name in ["good_x", *WILD]))
     with pytest.raises(ConfigError) as error:
