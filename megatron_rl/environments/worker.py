@@ -34,7 +34,6 @@ from megatron_rl.environments.child import (
     kill_orphans,
     parent_channel,
 )
-from megatron_rl.environments.harness import run_harness
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
 from megatron_rl.environments.sandbox import require_sandbox
@@ -280,6 +279,8 @@ def _answer(request: Mapping[str, Any]) -> Grade:
     try:
         environment = _environment(request["environment"], dumps(request["options"]))
         if "client" in request:
+            from megatron_rl.environments.harness import run_harness  # needs an extra, and graders do without
+
             os.chdir(tempfile.gettempdir())  # not before: its options may have paths below the run's directory
             result = run_harness(environment, run_from_json(request))
         else:

@@ -20,7 +20,6 @@ from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from megatron_rl.environments import harness
 from megatron_rl.environments.child import start_child
 from megatron_rl.environments.results import result_from_json
 from megatron_rl.environments.wire import item_to_json, receive, run_to_json, send
@@ -31,6 +30,7 @@ MOST_WORKERS = 4
 MEMORY_MB = 4096
 """Address space of a worker, which is several times the memory in use: sympy alone maps 300 MB."""
 PRELOAD = ("sympy", "math_verify", "latex2sympy2_extended.latex2sympy2")
+HARNESS_PRELOAD = ("megatron_rl.environments.harness",)
 HARNESS_MEMORY_MB, HARNESS_OPEN_FILES, HARNESS_FILE_MB = 8192, 1024, 1024
 GONE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -84,7 +84,7 @@ class WorkerPool:
     ) -> Self:
         """A pool in which each sample has a process of its own, at most so many at once."""
         bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
-        bounds |= {"preload": harness.PRELOAD, "once": True}
+        bounds |= {"preload": HARNESS_PRELOAD, "once": True}
         return cls(processes, environments=environments, variables=variables, **bounds)
 
     def grade(
