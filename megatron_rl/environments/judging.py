@@ -151,10 +151,10 @@ class Judge:
         body = {"model": POLICY if settings.is_own else settings.model, "temperature": settings.temperature}
         body |= {"max_tokens": settings.max_tokens, "messages": [{"role": "user", "content": prompt}]}
         ends = math.inf if settings.is_own else time.monotonic() + settings.deadline
-        pause = FIRST_PAUSE
         with httpx.Client(headers=headers, trust_env=not settings.is_own) as client:  # no proxy knows loopback
             for attempt in range(1, settings.attempts + 1):
-                left, wait = None if settings.is_own else max(ends - time.monotonic(), 0.001), pause
+                wait = min(FIRST_PAUSE * 2 ** min(attempt - 1, 10), LONGEST_PAUSE)
+                left = None if settings.is_own else max(ends - time.monotonic(), 0.001)
                 try:
                     answer = client.post(self._url, json=body, timeout=left)
                     if answer.is_success:
@@ -162,13 +162,12 @@ class Judge:
                     problem = self._without_key(f"status {answer.status_code}: {answer.text}")
                     if answer.status_code < 500 and answer.status_code not in PASSING:
                         raise JudgeError(f"the judge refused with {problem}")
-                    wait = _asked_to_wait(answer.headers.get("retry-after"), pause)
+                    wait = _asked_to_wait(answer.headers.get("retry-after"), wait)
                 except (httpx.HTTPError, ValueError) as error:  # no connection, none in time, no answer of a model
                     problem = self._without_key(f"{type(error).__name__}: {error}")
                 if time.monotonic() + wait >= ends:
                     break
                 time.sleep(wait)
-                pause = min(2 * pause, LONGEST_PAUSE)
         most = "" if settings.is_own else f", {settings.deadline:g} s at most"
         raise JudgeError(f"no verdict in {attempt} tries{most}; the last: {problem}")
 
