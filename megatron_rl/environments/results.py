@@ -15,6 +15,7 @@ from numbers import Real
 from typing import Any
 
 from megatron_rl.environments.base import Environment
+from megatron_rl.environments.loader import authors_frames
 from megatron_rl.environments.wire import WireError, messages_of, read_key
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Continuation, Grade, Item, Step, Task
@@ -29,8 +30,6 @@ MAX_CONTINUATION = 2**20
 """Most characters of a step's messages and state; they travel with every turn."""
 MAX_EXTRACTED = 500
 """Longest extracted answer that travels; what is longer is for reading only and gets cut."""
-
-_STANDARD_LIBRARY, _THIS_PACKAGE = os.path.dirname(os.__file__), os.path.dirname(__file__)
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +49,11 @@ def caught(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Gr
         return result if result.failed else replace(result, correct=is_right(result, environment.reward_range))
     except (Exception, SystemExit) as error:  # an author's code may raise anything
         logger.warning("%s: task %r could not be graded", environment.name, task.id, exc_info=True)
-        frames = traceback.extract_tb(error.__traceback__)
         # of an error inside a library, such as a refusal that an OpenAI client was sent, the author's own line
-        frame = next((each for each in reversed(frames) if _is_written_here(each.filename)), frames[-1])
-        place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        own = [frame for frame in authors_frames(error) if "site-packages" not in frame.filename]
+        frame = (own or traceback.extract_tb(error.__traceback__))[-1]
+        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         return failed("environment_exception", f"{type(error).__name__}: {error} ({place})")
-
-
-def _is_written_here(filename: str) -> bool:
-    return not filename.startswith((_STANDARD_LIBRARY, _THIS_PACKAGE, "<")) and "site-packages" not in filename
 
 
 def _answer(environment: Environment, step: Step) -> Grade:
