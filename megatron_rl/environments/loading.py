@@ -18,7 +18,7 @@ import yaml
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.child import LOAD_SECONDS, Answer, Report, answer_parent, run_in_child, run_in_children
-from megatron_rl.environments.config import EnvironmentSpec, LineLoader, load_environment_specs
+from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
 from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.loader import discover, find_environment, reason_of
 from megatron_rl.environments.selftest import run_checks
@@ -96,8 +96,8 @@ def _values(pairs: Sequence[str]) -> dict[str, object]:
     values = {}
     for key, _, text in (pair.partition("=") for pair in pairs):
         try:
-            values[key] = yaml.load(text, LineLoader)
-        except yaml.YAMLError:
+            values[key] = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError):
             advice = f"put a text with braces or colons into quotes, as in --option '{key}=\"...\"'"
             raise ConfigError([f"--option {key}={shorten(text)} is no value of YAML; {advice}"]) from None
     return values
