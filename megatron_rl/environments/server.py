@@ -36,7 +36,7 @@ from megatron_rl.json_text import check_bounds, loads
 from megatron_rl.types import Grade, Split
 
 PATIENCE_SECONDS = 1.0
-"""Longest wait for one of these places."""
+"""Longest wait of a grade request for one of the service's places."""
 THREADS = 160
 """Eight ranks send sixteen requests each; those that are left over answer the health route."""
 RUN_THREADS = 256
@@ -70,11 +70,9 @@ class Counters(Served):
 class Environments(Served):
     def get(self, name: str = "") -> dict[str, Any]:
         """What is served: all environments, or one."""
-        if name:
-            return self._summary(name)
-        return {"items": [self._summary(each) for each in self.service.environments]}
+        return self._shown(name) if name else {"items": [self._shown(each) for each in self.service.environments]}
 
-    def _summary(self, name: str) -> dict[str, Any]:
+    def _shown(self, name: str) -> dict[str, Any]:
         environment = self.service.environment(name)
         served = asdict(self.service.specs[name].served(environment))
         return served | {"environment": environment.name, "description": environment.description()}
@@ -198,10 +196,8 @@ def serve(
 ) -> None:
     """Serves the environments of a YAML list until Ctrl-C or the death of the process ``parent``.
 
-    Port 0 takes a free one; ``address_file`` then tells clients where, and with which token. Without it the
-    token is left in a private folder that the log names. ``unix_socket`` takes the place of host and port. Reading
-    the tasks of a split may take ``load_timeout`` seconds, and at most ``harness_processes`` samples of harnesses run
-    at once.
+    Without an ``address_file`` the token is left in a private folder that the log names. Reading the tasks of a split
+    may take ``load_timeout`` seconds.
     """
     refuse_remote(host, allow_remote, "graders would be open to the network over plain HTTP")
     if parent is not None:

@@ -60,12 +60,10 @@ class WorkerPool:
     ) -> None:
         """``workers`` defaults to the number of usable processors, 4 at most.
 
-        A worker may have ``open_files``, and write files of ``file_mb`` MiB: none with 0. With ``once`` it takes one
-        sample, has a directory of its own, and nothing is tried again (``for_harnesses``).
-
-        The modules of ``preload`` and the ``environments`` (references with options) are imported once, before
-        any worker is forked; all others by each worker anew, within the deadline of its first request. ``variables``
-        of this process are those of its workers, too.
+        A worker may have ``open_files``, write files of ``file_mb`` MiB, and sees ``variables`` of this process. With
+        ``once`` it takes one sample in a directory of its own, and nothing is tried again (``for_harnesses``).
+        What is in ``preload`` and ``environments`` (references with options) is imported before any worker is forked;
+        all else by each worker anew, within the deadline of its first request.
         """
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         bounds = {"count": count, "memory_mb": memory_mb, "open_files": open_files, "file_mb": file_mb}
@@ -92,9 +90,8 @@ class WorkerPool:
     ) -> list[Grade]:
         """The results of an environment's samples or steps, in order; each try may take ``deadline_s``.
 
-        ``reference`` and ``options`` name the environment as a list entry does. A completion that ran its
-        grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict ``timeout``.
-        ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
+        A completion that ran its grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict
+        ``timeout``. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
         """
         environment = {"environment": reference, "options": dict(options)}
         futures = [self._ask(environment | item_to_json(item), deadline_s)[1] for item in items]
