@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS
 from megatron_rl.environments.loader import canonical, is_listed
-from megatron_rl.environments.loading import found, inspected
+from megatron_rl.environments.loading import list_environments, self_test
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.user_files import named_path
 
@@ -88,7 +88,7 @@ def _seconds(text: str) -> float:
 
 
 def _list(load_timeout: float) -> int:
-    environments, broken = found(load_timeout)
+    environments, broken = list_environments(load_timeout)
     shown = [*environments.items(), *((name, problem) for name, (problem, _) in broken.items())]
     width = max((len(name) for name, _ in shown), default=0)
     for name, text in shown:
@@ -100,7 +100,7 @@ def _list(load_timeout: float) -> int:
 
 
 def _test(name: str, option: Sequence[str], limit: int, load_timeout: float) -> int:
-    answer = inspected(name, option, limit, load_timeout)
+    answer = self_test(name, option, limit, load_timeout)
     if answer.output.strip():
         print(answer.output.rstrip(), file=sys.stderr)
     if answer.problems:
@@ -146,7 +146,7 @@ def _refuse_name(name: str, load_timeout: float) -> None:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
         raise ConfigError([f"{name!r} is an installed module, which the environment would hide; choose another name"])
-    for other in itertools.chain(*found(load_timeout)):
+    for other in itertools.chain(*list_environments(load_timeout)):
         if canonical(other) == canonical(name):
             raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])
 

@@ -16,7 +16,7 @@ import httpx
 import openai
 
 from megatron_rl.environments.base import HarnessEnvironment
-from megatron_rl.environments.results import caught, graded
+from megatron_rl.environments.results import checked_grade, grade_or_failure
 from megatron_rl.types import Grade, HarnessRun, Task
 
 for _module in ("openai.resources.chat.completions", "openai.resources.completions", "anyio._backends._asyncio"):
@@ -28,7 +28,7 @@ _HTTP = {"verify": httpx.create_ssl_context(trust_env=False), "trust_env": False
 
 def run_harness(environment: HarnessEnvironment, run: HarnessRun) -> Grade:
     """The verdict on one sample, whatever the author's code does; the client's key is in no part of it."""
-    result = caught(environment, run.task, lambda: graded(_reward(environment, run)))
+    result = grade_or_failure(environment, run.task, lambda: checked_grade(_reward(environment, run)))
     texts = {"message": result.message, "status": result.status, "extracted": result.extracted}
     return replace(result, **{name: text and text.replace(run.api_key, "[key]") for name, text in texts.items()})
 

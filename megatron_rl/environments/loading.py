@@ -1,6 +1,6 @@
 """Author's modules in a process of their own: listed, tried out, and surveyed for a run, whatever they do there.
 
-`found`, `inspected` and `surveyed` ask; `find_all`, `inspect` and `survey` are what the process then does.
+`list_environments`, `self_test` and `survey_list` ask; `find_all`, `inspect` and `survey` are what the process does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Surveyed(ServedEnvironment):
     """Buffer, longest and longest free response in tokens, of an environment that reads a data set."""
 
 
-def found(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+def list_environments(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
     """The description of every environment there is by name, and the problem and traceback of each broken one."""
     answer, failures = run_in_children(PROGRAM, "find_all", {}, seconds)
     if answer.problems:
@@ -65,7 +65,7 @@ def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
     return {"environments": names, "broken": broken}
 
 
-def inspected(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
+def self_test(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
     """The self-test of the environment ``name`` with ``options`` such as ``max_terms=6``.
 
     The result has a ``title`` and ``checks``: rows of name, verdict (None: there is nothing to check) and detail.
@@ -103,7 +103,7 @@ def _values(pairs: Sequence[str]) -> dict[str, object]:
     return values
 
 
-def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
+def survey_list(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
     """The environments of the list at ``path``; one ``ConfigError`` carries all problems found."""
     arguments = {"path": str(path), "demonstrations": demonstrations}
     answer, failures = run_in_children(PROGRAM, "survey", arguments, seconds)

@@ -38,11 +38,11 @@ def judge(environment: Environment, item: Item) -> Grade:
     """The environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
     ``continuation`` unless the conversation ends here."""
     if len(item) == 2:
-        return caught(environment, item[0], lambda: graded(environment.grade(*item)))
-    return caught(environment, item[0], lambda: _answer(environment, environment.step(*item)))
+        return grade_or_failure(environment, item[0], lambda: checked_grade(environment.grade(*item)))
+    return grade_or_failure(environment, item[0], lambda: _answer(environment, environment.step(*item)))
 
 
-def caught(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
+def grade_or_failure(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
     """What ``ask`` returns and whether it is right, or the result that says what it raised and where."""
     try:
         result = ask()
@@ -60,8 +60,8 @@ def _answer(environment: Environment, step: Step) -> Grade:
     if not isinstance(step, Step):
         return failed("environment_exception", f"step returned a {type(step).__name__}, not a Step")
     if step.done:
-        return graded(step.reward)
-    result = graded(environment.reward_range[0] if step.reward is None else step.reward)
+        return checked_grade(step.reward)
+    result = checked_grade(environment.reward_range[0] if step.reward is None else step.reward)
     if result.failed:
         return result
     return replace(result, continuation=continuation_of(step.messages, step.state))
@@ -100,7 +100,7 @@ def is_right(grade: Grade, reward_range: tuple[float, float | None]) -> bool | N
     return grade.reward >= highest - rounding
 
 
-def graded(verdict: object) -> Grade:
+def checked_grade(verdict: object) -> Grade:
     """The result of a reward or ``Grade``, or the error ``invalid_reward`` when it is not a finite number.
 
     A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
@@ -154,7 +154,7 @@ def result_from_json(item: object, where: str = "result") -> Grade:
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
     told = (item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
-    result = graded(Grade(*told, correct=item.get("correct")))
+    result = checked_grade(Grade(*told, correct=item.get("correct")))
     if not result.failed and "messages" in item:
         return replace(result, continuation=continuation_of(item["messages"], item.get("state")))
     return result

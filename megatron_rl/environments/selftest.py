@@ -41,9 +41,9 @@ Said = str | Message
 Script = Callable[[int], Said | None]
 """What the model says at a call, counted from 0; None: it has nothing more to say, and the call is refused."""
 
-Played = tuple[Task, Sequence[Said]]
+Case = tuple[Task, Sequence[Said]]
 """A task and the model's turns."""
-Graded = Callable[[Task, Sequence[Said]], Grade]
+GradeCase = Callable[[Task, Sequence[Said]], Grade]
 EMPTY = ("",)
 """The turns of a model that says nothing; to a harness it says nothing as often as it is asked."""
 
@@ -94,34 +94,34 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
     ]
 
 
-def _rewards(name: str, graded: Graded, answers: Sequence[Played], wanted: float | None, advice: str = "") -> Check:
+def _rewards(name: str, grade: GradeCase, answers: Sequence[Case], wanted: float | None, advice: str = "") -> Check:
     """Every answer must get the reward ``wanted``, but for rounding."""
     if not answers or wanted is None:
         return Check(name, None, "the environment has none" if not answers else "no reward is the highest")
     for task, turns in answers:
-        result = graded(task, turns)
+        result = grade(task, turns)
         if result.failed or not math.isclose(result.reward, wanted, rel_tol=ROUNDING, abs_tol=ROUNDING):
             got = f"{result.code}: {result.message}" if result.failed else result.reward
             return Check(name, False, f"{_shown(turns)} to task {shorten(task.id)} gets {got}, not {wanted:g}{advice}")
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
 
-def _agreement(graded: Graded, answers: Sequence[Played], with_metrics: bool) -> Check:
+def _agreement(grade: GradeCase, answers: Sequence[Case], with_metrics: bool) -> Check:
     """Among a harness's metrics may be seconds; of it, rewards alone must agree."""
     for task, turns in answers:
-        first, second = (graded(task, turns) for _ in range(2))
+        first, second = (grade(task, turns) for _ in range(2))
         if (first if with_metrics else first.reward) != (second if with_metrics else second.reward):
             where = f"{_shown(turns)} to task {shorten(task.id)}"
             return Check("graded twice", False, f"{where} gets {first}, then {second}")
     return Check("graded twice", True, f"{len(answers)} agree")
 
 
-def _speed(graded: Graded, answers: Sequence[Played], slowest: int | None) -> Check:
+def _speed(grade: GradeCase, answers: Sequence[Case], slowest: int | None) -> Check:
     """Grades a second in one thread; run last, when what the grader imports is loaded. A harness may be slow: many of
     its samples run at once."""
     start, count = time.perf_counter(), 0
     for task, turns in answers:
-        graded(task, turns)
+        grade(task, turns)
         count += 1
         if time.perf_counter() - start > TIMED_SECONDS:
             break

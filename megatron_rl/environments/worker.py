@@ -88,9 +88,9 @@ class _Grading:
             ready = wait([self._pool, *(worker.channel for worker in busy)], seconds)
             for worker in busy:
                 if worker.channel in ready or worker.is_late():
-                    self._take(worker, worker.result())
+                    self._finish(worker, worker.result())
             if self._pool in ready:
-                self._hear(receive(self._pool))
+                self._receive(receive(self._pool))
             while self._waiting and (worker := self._idle_worker()) is not None:
                 worker.begin(self._waiting.popleft())
 
@@ -100,7 +100,7 @@ class _Grading:
         if self._settings["scratch"]:
             shutil.rmtree(self._settings["scratch"], ignore_errors=True)
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         """Takes a request, or the word that nobody waits for some any more."""
         if "cancel" not in message:
             self._waiting.append(message)
@@ -111,7 +111,7 @@ class _Grading:
             self._end(worker)
         send(self._pool, {"events": ["runs_cancelled"] * len(cancelled)})
 
-    def _take(self, worker: _Worker, result: Grade) -> None:
+    def _finish(self, worker: _Worker, result: Grade) -> None:
         """Hands a result to the pool, unless a fresh worker may find another."""
         job, worker.job = worker.job, None
         is_harness, was_retried = bool(self._settings["scratch"]), job.get("retried", False)
@@ -134,15 +134,17 @@ class _Grading:
     def _idle_worker(self) -> _Worker | None:
         idle = next((worker for worker in self._workers if worker.job is None), None)
         if idle is None and len(self._workers) < self._settings["count"]:
-            idle = _Worker(self._settings, [self._pool, *(worker.channel for worker in self._workers)], self._forget)
+            idle = _Worker(self._settings, self._drop_inherited)
             self._workers.append(idle)
         return idle
 
-    def _forget(self) -> None:
-        """Inside a worker: drops the samples of others, whose keys are not its business."""
+    def _drop_inherited(self) -> None:
+        """Inside a new worker: drops the samples and channels of others, whose keys are not its business."""
         self._waiting.clear()
+        self._pool.close()
         for worker in self._workers:
             worker.job = None
+            worker.channel.close()
 
     def _end(self, worker: _Worker) -> str:
         """Ends a worker with all that it started; returns how it ended."""
@@ -157,8 +159,8 @@ class _Grading:
 class _Worker:
     """One worker process, seen from its parent."""
 
-    def __init__(self, settings: Mapping[str, Any], others: list[Connection], forget: Callable[[], None]) -> None:
-        """Forks it; the channels of ``others`` are not its business, nor is what it is to ``forget``."""
+    def __init__(self, settings: Mapping[str, Any], drop_inherited: Callable[[], None]) -> None:
+        """Forks it; in the worker ``drop_inherited`` is called first."""
         self.job: dict[str, Any] | None = None
         self.ends = 0.0
         self.channel, theirs = multiprocessing.Pipe()
@@ -173,9 +175,8 @@ class _Worker:
         try:
             die_with_parent(parent)
             os.setpgid(0, 0)  # what it starts is killed with it
-            for channel in (self.channel, *others):
-                channel.close()
-            forget()
+            self.channel.close()
+            drop_inherited()
             with open(os.devnull, "wb") as nowhere:  # the log is a file, and to print to it would fail the grader
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
