@@ -78,7 +78,7 @@ class EnvironmentClient:
     async def grade(self, environment: str, items: Sequence[Item]) -> list[Grade]:
         """One grade for each sample or turn of a conversation, in order; to be awaited on one event loop."""
         body = [wire.item_to_json(item) for item in items]
-        results = await self._post(environment, "grade", body, self._places, self._timeout)
+        results = await self._post(f"{environment}/grade", body, self._places, self._timeout)
         self._counts["late_completions"] += sum(result.status == "timeout" for result in results)
         return results
 
@@ -90,17 +90,12 @@ class EnvironmentClient:
         that has begun is sent again, because it would call the model again: if the server dies the code is
         ``server_unreachable``.
         """
-        return await self._post(environment, "run", [wire.run_to_json(run) for run in runs], self._runs, None)
+        return await self._post(f"{environment}/run", [wire.run_to_json(run) for run in runs], self._runs, None)
 
     async def _post(
-        self,
-        environment: str,
-        route: str,
-        items: Sequence[Mapping[str, Any]],
-        places: asyncio.Semaphore,
-        timeout: float | None,
+        self, route: str, items: Sequence[Mapping[str, Any]], places: asyncio.Semaphore, timeout: float | None
     ) -> list[Grade]:
-        path = f"/v1/environments/{environment}/{route}"
+        path = f"/v1/environments/{route}"
         parts = await asyncio.gather(*(self._post_part(path, part, places, timeout) for part in _parts(items)))
         return list(itertools.chain(*parts))
 

@@ -40,6 +40,8 @@ MAX_WEIGHT = 1e9
 MAX_LIST = 2**20
 """Bytes of the YAML file. The safe loader's time grows faster than the file."""
 
+OVERRIDES = ("in_process", "grade_deadline", "run_deadline")
+"""Keys that are attributes of the environment's class."""
 RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]] = {
     "weight": (1.0, (int, float), lambda value: 0 <= value <= MAX_WEIGHT, f"it must be from 0 to {MAX_WEIGHT:g}"),
     "evaluation_only": (False, *OF_CLASSES["evaluation_only"]),
@@ -47,7 +49,7 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
         *(None, (str,), lambda value: NAME_PATTERN.fullmatch(value) and len(value) <= MAX_NAME),
         f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters",
     ),
-    **{name: (None, *OF_CLASSES[name]) for name in ("in_process", "grade_deadline", "run_deadline")},
+    **{name: (None, *OF_CLASSES[name]) for name in OVERRIDES},
     "eval_prompts": (None, *whole_number(1_000_000)),
     "eval_samples": (None, *whole_number(100_000)),
     "chat_template": (None, (str,), lambda _: True, "it must be the path of a file"),
@@ -72,10 +74,8 @@ class EnvironmentSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     evaluation_only: bool = False
-    in_process: bool | None = None
-    """None leaves it, and the next two, to the environment."""
-    grade_deadline: float | None = None
-    run_deadline: float | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes that the entry sets in place of the environment's class, such as ``grade_deadline``."""
     eval_prompts: int | None = None
     eval_samples: int | None = None
     """None leaves it to the flags."""
@@ -89,10 +89,8 @@ class EnvironmentSpec:
     def create(self) -> Environment:
         """The environment with its options; ``ConfigError`` when it cannot be set up."""
         environment = find_environment(self.reference).from_options(self.options)
-        environment.evaluation_only = self.evaluation_only
-        for name in ("in_process", "grade_deadline", "run_deadline"):
-            if getattr(self, name) is not None:
-                setattr(environment, name, getattr(self, name))
+        for name, value in {"evaluation_only": self.evaluation_only, **self.overrides}.items():
+            setattr(environment, name, value)
         try:
             checked_tools(environment.tools)
         except ValueError as error:
@@ -207,7 +205,10 @@ def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -
     values["evaluation_only"] |= environment.evaluation_only
     named = values["name"] is not None
     values |= {"name": values["name"] or environment.name, "weight": float(values["weight"])}
-    return EnvironmentSpec(reference=reference, options=options, named=named, where=where, chat=chat, **values)
+    overrides = {key: value for key in OVERRIDES if (value := values.pop(key)) is not None}
+    return EnvironmentSpec(
+        reference=reference, options=options, overrides=overrides, named=named, where=where, chat=chat, **values
+    )
 
 
 def _unfit_keys(entry: Mapping[str, Any], environment: type[Environment]) -> Iterator[str]:

@@ -206,7 +206,8 @@ def serve(
     # one warning a request while all threads are busy: normal here, and it would fill the log
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     # the log's last line names the module, should it hang or end the process
-    specs = {spec.name: spec for spec in load_environment_specs(config, begin=_log)}
+    begin = partial(logger.info, f"%s{wire.LOADING}environment %r (%s)")
+    specs = {spec.name: spec for spec in load_environment_specs(config, begin=begin)}
     environments = {name: spec.create() for name, spec in specs.items()}
     token = secrets.token_urlsafe(32)
     service = Service(environments, token, specs, load_timeout, harness_processes)
@@ -241,10 +242,6 @@ def _is_live(path: str) -> bool:
     """Whether a server listens on that socket, and has not only left it behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
-
-
-def _log(where: str, name: str, doing: str) -> None:
-    logger.info("%s%senvironment %r (%s)", where, wire.LOADING, name, doing)
 
 
 @contextlib.contextmanager

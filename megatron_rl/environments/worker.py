@@ -275,16 +275,14 @@ def _answer(request: Mapping[str, Any]) -> Grade:
     return result
 
 
+_class = lru_cache(maxsize=64)(find_environment)
+"""The same in a worker as before the fork, with what it has preloaded."""
+
+
 @lru_cache(maxsize=64)
 def _environment(reference: str, options: str) -> Any:
     """Made once for each worker; a grader keeps nothing between two calls."""
     return _class(reference).from_options(loads(options))
-
-
-@lru_cache(maxsize=64)
-def _class(reference: str) -> Any:
-    """The same that was found before the fork, with what it has preloaded."""
-    return find_environment(reference)
 
 
 if __name__ == "__main__":
