@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import signal
+import string
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,7 @@ from typing import Any
 
 from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS
 from megatron_rl.environments.loader import canonical, is_listed
-from megatron_rl.environments.loading import found, inspected
-from megatron_rl.environments.templates import KINDS
+from megatron_rl.environments.loading import list_environments, self_test
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.user_files import named_path
 
@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     test.set_defaults(run=_test)
     new = commands.add_parser("new", parents=[loading], help="write a working environment and its test")
     new.add_argument("name", help="lower-case letters, digits and _")
-    new.add_argument("--kind", choices=KINDS, default="grade", help="what it does with a task (default grade)")
+    new.add_argument(
+        "--kind", choices=("grade", "harness"), default="grade", help="what it does with a task (default grade)"
+    )
     new.add_argument("--dir", dest="folder", type=named_path, default="environments", help="default environments")
     new.set_defaults(run=_new)
     serve = commands.add_parser("serve", parents=[loading], help="serve the environments of a YAML list")
@@ -86,7 +88,7 @@ def _seconds(text: str) -> float:
 
 
 def _list(load_timeout: float) -> int:
-    environments, broken = found(load_timeout)
+    environments, broken = list_environments(load_timeout)
     shown = [*environments.items(), *((name, problem) for name, (problem, _) in broken.items())]
     width = max((len(name) for name, _ in shown), default=0)
     for name, text in shown:
@@ -98,7 +100,7 @@ def _list(load_timeout: float) -> int:
 
 
 def _test(name: str, option: Sequence[str], limit: int, load_timeout: float) -> int:
-    answer = inspected(name, option, limit, load_timeout)
+    answer = self_test(name, option, limit, load_timeout)
     if answer.output.strip():
         print(answer.output.rstrip(), file=sys.stderr)
     if answer.problems:
@@ -118,8 +120,9 @@ def _new(name: str, kind: str, folder: Path, load_timeout: float) -> int:
     class_name = "".join(part.capitalize() for part in name.split("_"))
     try:
         target.mkdir(parents=True)
-        for file, text in zip((module, test), KINDS[kind], strict=True):
-            file.write_text(text.format(name=name, class_name=class_name, path=test), encoding="utf-8")
+        for file, template in ((module, kind), (test, f"{kind}_test")):
+            text = template_of(template).substitute(name=name, class_name=class_name, path=test)
+            file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"cannot write {target}: {error.strerror}; choose another --dir"]) from error
     reference = name if is_listed(module) else f"{module}:{class_name}"
@@ -127,6 +130,11 @@ def _new(name: str, kind: str, folder: Path, load_timeout: float) -> int:
     print(f"check it:  {shlex.join(['python', '-m', 'megatron_rl.environments', 'test', reference])}")
     print(f"test it:   {shlex.join(['python', '-m', 'pytest', str(test)])}")
     return 0
+
+
+def template_of(file: str) -> string.Template:
+    """What ``new`` writes: a module, or its test, in which ``$name``, ``$class_name`` and ``$path`` are replaced."""
+    return string.Template((Path(__file__).parent / "new" / f"{file}.txt").read_text(encoding="utf-8"))
 
 
 def _refuse_name(name: str, load_timeout: float) -> None:
@@ -138,7 +146,7 @@ def _refuse_name(name: str, load_timeout: float) -> None:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
         raise ConfigError([f"{name!r} is an installed module, which the environment would hide; choose another name"])
-    for other in itertools.chain(*found(load_timeout)):
+    for other in itertools.chain(*list_environments(load_timeout)):
         if canonical(other) == canonical(name):
             raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])
 

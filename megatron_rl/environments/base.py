@@ -133,7 +133,7 @@ class Environment(ABC):
         for name, value in given.items():
             if name not in declared:
                 problems.append(f"{cls.name} has no option {shorten(name)}{suggestion(name, declared)}")
-            elif not _fits(value, declared[name].default):
+            elif not fits(value, declared[name].default):
                 wanted = type(declared[name].default).__name__
                 problems.append(f"option {name!r} of {cls.name} is {shorten(value)}; it must be of type {wanted}")
         missing = [name for name, p in declared.items() if p.default is p.empty and name not in given]
@@ -247,7 +247,7 @@ class HarnessEnvironment(Environment):
         raise NotImplementedError(f"{self.name} is a harness: its samples are run, not graded")
 
 
-def _fits(value: object, default: object) -> bool:
+def fits(value: object, default: object) -> bool:
     """Whether ``value`` may stand where the declared ``default`` does; only plain scalars are compared."""
     if type(default) not in (bool, int, float, str):
         return True

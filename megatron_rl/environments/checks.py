@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.sandbox import sandbox_problem
-from megatron_rl.environments.wire import WireError, messages_of
+from megatron_rl.environments.wire import WireError, demonstration_to_json, messages_of
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps
 from megatron_rl.types import Demonstration, Split, Task
@@ -83,11 +83,8 @@ def _walk(
     number, size, start = -1, 0, time.monotonic()
     try:
         for number, row in enumerate(getattr(environment, what)(split)):
-            size += _size(row)
             if number >= MAX_ROWS:
                 raise TooMuch([f"has more than {MAX_ROWS:,} rows, or no end; give fewer"])
-            if size > MAX_BYTES:
-                raise TooMuch([f"has more than {MAX_BYTES / 2**30:g} GiB in its first {number + 1:,} rows; give less"])
             if seconds is not None and time.monotonic() - start > seconds:
                 raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or faster"])
             where = f"{split} row {number}"
@@ -95,6 +92,9 @@ def _walk(
             named = isinstance(row, Task) and isinstance(row.id, str)
             if named and first_seen.setdefault(row.id, where) != where:
                 problems.append(f"has the id {shorten(row.id)} of {first_seen[row.id]}; ids must be unique")
+            size += 0 if problems else len(dumps(vars(row) if what == "tasks" else demonstration_to_json(row)))
+            if size > MAX_BYTES:
+                raise TooMuch([f"has more than {MAX_BYTES / 2**30:g} GiB in its first {number + 1:,} rows; give less"])
             yield row, [f"{where} {problem}" for problem in problems]
     except TooMuch as error:
         yield error, [f"{split} {error}"]
@@ -102,17 +102,6 @@ def _walk(
         yield error, error.lines
     except Exception as error:  # noqa: BLE001 - an author's code may raise anything
         yield error, [f"{split} row {number + 1} raises {type(error).__name__}: {error}"]
-
-
-def _size(row: object) -> int:
-    """Characters of a row as it travels; 0 for one that cannot, which ``_task_problems`` reports."""
-    try:
-        if isinstance(row, Demonstration):
-            return len(row.completion) + _size(row.task)
-        check_bounds(row.data)
-        return len(dumps(vars(row)))
-    except (AttributeError, TypeError, ValueError):
-        return 0
 
 
 def _demonstration_problems(row: object) -> list[str]:

@@ -14,13 +14,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
-from megatron_rl.chat import ChatFormat
 from megatron_rl.environments import wire
 from megatron_rl.environments.child import LOAD_SECONDS
 from megatron_rl.environments.results import MAX_MESSAGE, failed, result_from_json
@@ -66,25 +64,6 @@ class RequestFailed(EnvironmentFault):
         self.code = code
 
 
-@dataclass(frozen=True)
-class ServedEnvironment:
-    name: str
-    weight: float
-    """Share of the training prompts, relative to the others."""
-    evaluation_only: bool
-    max_turns: int
-    """How often the model may speak in a conversation."""
-    is_harness: bool = False
-    """Whether its samples are run and not graded."""
-    eval_prompts: int | None = None
-    eval_samples: int | None = None
-    """Of an evaluation, where the list says another number than the flags."""
-    chat: ChatFormat = ChatFormat()
-    """Of prompts that are chats, before what the flags say."""
-    reward_range: tuple[float, float | None] = (0.0, 1.0)
-    """See `Environment.reward_range`."""
-
-
 class EnvironmentClient:
     """Talks to the server whose address is in ``address_file``; the file is read anew for every attempt,
     so a server that was restarted elsewhere is found."""
@@ -102,7 +81,7 @@ class EnvironmentClient:
     async def grade(self, environment: str, items: Sequence[Item]) -> list[Grade]:
         """One grade for each sample or turn of a conversation, in order; to be awaited on one event loop."""
         body = [wire.item_to_json(item) for item in items]
-        results = await self._post(environment, "grade", body, self._places, self._timeout)
+        results = await self._post(f"{environment}/grade", body, self._places, self._timeout)
         self._counts["late_completions"] += sum(result.status == "timeout" for result in results)
         return results
 
@@ -114,17 +93,12 @@ class EnvironmentClient:
         that has begun is sent again, because it would call the model again: if the server dies the code is
         ``server_unreachable``.
         """
-        return await self._post(environment, "run", [wire.run_to_json(run) for run in runs], self._runs, None)
+        return await self._post(f"{environment}/run", [wire.run_to_json(run) for run in runs], self._runs, None)
 
     async def _post(
-        self,
-        environment: str,
-        route: str,
-        items: Sequence[Mapping[str, Any]],
-        places: asyncio.Semaphore,
-        timeout: float | None,
+        self, route: str, items: Sequence[Mapping[str, Any]], places: asyncio.Semaphore, timeout: float | None
     ) -> list[Grade]:
-        path = f"/v1/environments/{environment}/{route}"
+        path = f"/v1/environments/{route}"
         parts = await asyncio.gather(*(self._post_part(path, part, places, timeout) for part in _parts(items)))
         return list(itertools.chain(*parts))
 
@@ -152,11 +126,9 @@ class EnvironmentClient:
         """All demonstrations of a split in the order of the curriculum; often none."""
         return [wire.demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
 
-    def environments(self) -> tuple[ServedEnvironment, ...]:
+    def environments(self) -> tuple[wire.ServedEnvironment, ...]:
         """What is served, in the order of the list; ``EnvironmentFault`` when the server does not say."""
-        names = [field.name for field in fields(ServedEnvironment)]
-        rows = [row | {"chat": ChatFormat(**row["chat"])} for row in self._get("/v1/environments")["items"]]
-        return tuple(ServedEnvironment(*(row[name] for name in names)) for row in rows)
+        return tuple(map(wire.ServedEnvironment.from_json, self._get("/v1/environments")["items"]))
 
     def _fetch(self, environment: str, what: str, split: Split) -> Iterator[Any]:
         offset, total = 0, 1

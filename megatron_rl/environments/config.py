@@ -31,18 +31,17 @@ from megatron_rl.environments.base import RULES as OF_CLASSES
 from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion, whole_number
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
 from megatron_rl.environments.tool_calls import checked_tools
+from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
-from megatron_rl.json_text import MAX_VALUES, check_bounds, dumps
+from megatron_rl.json_text import dumps
 from megatron_rl.user_files import read_text
 
 MAX_WEIGHT = 1e9
 MAX_LIST = 2**20
 """Bytes of the YAML file. The safe loader's time grows faster than the file."""
-MAX_ARGS = 100_000
-"""Characters of one entry's args as JSON, which every worker gets; rows of a data set belong into a file."""
 
-MAX_ENTRIES = 1_000
-
+OVERRIDES = ("in_process", "grade_deadline", "run_deadline")
+"""Keys that are attributes of the environment's class."""
 RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]] = {
     "weight": (1.0, (int, float), lambda value: 0 <= value <= MAX_WEIGHT, f"it must be from 0 to {MAX_WEIGHT:g}"),
     "evaluation_only": (False, *OF_CLASSES["evaluation_only"]),
@@ -50,7 +49,7 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
         *(None, (str,), lambda value: NAME_PATTERN.fullmatch(value) and len(value) <= MAX_NAME),
         f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters",
     ),
-    **{name: (None, *OF_CLASSES[name]) for name in ("in_process", "grade_deadline", "run_deadline")},
+    **{name: (None, *OF_CLASSES[name]) for name in OVERRIDES},
     "eval_prompts": (None, *whole_number(1_000_000)),
     "eval_samples": (None, *whole_number(100_000)),
     "chat_template": (None, (str,), lambda _: True, "it must be the path of a file"),
@@ -75,10 +74,8 @@ class EnvironmentSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     evaluation_only: bool = False
-    in_process: bool | None = None
-    """None leaves it, and the next two, to the environment."""
-    grade_deadline: float | None = None
-    run_deadline: float | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes that the entry sets in place of the environment's class, such as ``grade_deadline``."""
     eval_prompts: int | None = None
     eval_samples: int | None = None
     """None leaves it to the flags."""
@@ -92,19 +89,21 @@ class EnvironmentSpec:
     def create(self) -> Environment:
         """The environment with its options; ``ConfigError`` when it cannot be set up."""
         environment = find_environment(self.reference).from_options(self.options)
-        environment.evaluation_only = self.evaluation_only
-        for name in ("in_process", "grade_deadline", "run_deadline"):
-            if getattr(self, name) is not None:
-                setattr(environment, name, getattr(self, name))
+        for name, value in {"evaluation_only": self.evaluation_only, **self.overrides}.items():
+            setattr(environment, name, value)
         try:
             checked_tools(environment.tools)
         except ValueError as error:
             raise ConfigError([f"its tools cannot be shown to a model: {error}"]) from error
         return environment
 
-    def chat_of(self, environment: Environment) -> ChatFormat:
-        """``chat`` with the tools of ``environment``, which `create` made."""
-        return replace(self.chat, tools=tuple(environment.tools))
+    def served(self, environment: Environment) -> ServedEnvironment:
+        """What a run asks about ``environment``, which `create` made."""
+        return ServedEnvironment(
+            self.name, self.weight, environment.evaluation_only, environment.max_turns,
+            isinstance(environment, HarnessEnvironment), self.eval_prompts, self.eval_samples,
+            replace(self.chat, tools=tuple(environment.tools)), tuple(environment.reward_range),
+        )  # fmt: skip
 
 
 def load_environment_specs(
@@ -133,17 +132,6 @@ def load_environment_specs(
     return _with_distinct_names(specs)
 
 
-class LineLoader(yaml.SafeLoader):
-    """Names the line of a value that is none of its type, such as ``!!int ""``, of which PyYAML raises anything."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            said = f"{shorten(node.value)} is no {node.tag.rpartition(':')[2]} ({error})"
-            raise yaml.constructor.ConstructorError(problem=said, problem_mark=node.start_mark) from error
-
-
 def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
     """The entries of the list and the line each starts at."""
     try:
@@ -151,46 +139,39 @@ def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
     except ValueError as error:
         raise ConfigError([f"the environment list {shorten(str(path))} {error}; give a YAML file"]) from error
     try:
-        loader, repeated = LineLoader(text), []
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        if node and _values_in(node, {}, repeated) > MAX_VALUES:
-            raise ConfigError([f"{path}: its anchors stand for more than {MAX_VALUES:,} values; use fewer of them"])
+        repeated = [] if node is None else list(_repeated_keys(node, set()))
         entries = loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError([f"{line}: not valid YAML: {one_line(error.problem or error.context)}"]) from error
-    except RecursionError:
-        raise ConfigError([f"{path}: not valid YAML: nested hundreds of levels deep"]) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that does not exist
         raise ConfigError([f"{path}: not valid YAML: {one_line(str(error))}"]) from error
     if not isinstance(entries, list) or not entries:
         found = "an empty file" if node is None else f"a {type(entries).__name__}"
         advice = "write '- environment: NAME'"
         raise ConfigError([f"{path}: must be a list of environments, not {found}; {advice}"])
-    if len(entries) > MAX_ENTRIES:
-        raise ConfigError([f"{path}: has {len(entries):,} entries; at most {MAX_ENTRIES:,} are read"])
     if repeated:
         lines = [f"{path}:{key.start_mark.line + 1}: {shorten(key.value)} is given twice" for key in repeated]
         raise ConfigError(problem_lines(lines))
     return entries, [item.start_mark.line + 1 for item in node.value]
 
 
-def _values_in(node: yaml.Node, counts: dict[int, int], repeated: list[yaml.ScalarNode]) -> int:
-    """How many values ``node`` stands for once its anchors and merges are written out: nine of nine of nine ... are
-    more than any memory. PyYAML keeps the last of two equal keys without a word; they are added to ``repeated``."""
-    if id(node) in counts:
-        return counts[id(node)]
-    counts[id(node)] = 1  # of one within itself, which the constructor refuses
-    within = [] if isinstance(node, yaml.ScalarNode) else node.value
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key in (key for key, _ in within if isinstance(key, yaml.ScalarNode)):
-            repeated += [key] if key.value in seen else []
-            seen.add(key.value)
-        within = chain(*within)
-    counts[id(node)] += sum(_values_in(each, counts, repeated) for each in within)
-    return counts[id(node)]
+def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[yaml.ScalarNode]:
+    """The keys that a mapping below ``node`` has twice, of which PyYAML keeps the last without a word."""
+    if isinstance(node, yaml.ScalarNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, value) for value in node.value]
+    keys: set[str] = set()
+    for key, value in pairs:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in keys:
+                yield key
+            keys.add(key.value)
+        yield from _repeated_keys(value, seen)
 
 
 def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -> EnvironmentSpec:
@@ -224,7 +205,10 @@ def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -
     values["evaluation_only"] |= environment.evaluation_only
     named = values["name"] is not None
     values |= {"name": values["name"] or environment.name, "weight": float(values["weight"])}
-    return EnvironmentSpec(reference=reference, options=options, named=named, where=where, chat=chat, **values)
+    overrides = {key: value for key in OVERRIDES if (value := values.pop(key)) is not None}
+    return EnvironmentSpec(
+        reference=reference, options=options, overrides=overrides, named=named, where=where, chat=chat, **values
+    )
 
 
 def _unfit_keys(entry: Mapping[str, Any], environment: type[Environment]) -> Iterator[str]:
@@ -255,16 +239,14 @@ def _chat_format(entry: Mapping[str, Any], path: object, system_prompt: object, 
 
 
 def _fault_of(options: object) -> str:
-    """They travel as JSON to the workers; a date would not, and a few anchors can stand for 10**9 values."""
+    """What keeps them from travelling to the workers as JSON."""
     if not isinstance(options, Mapping):
         return f"args is {shorten(options)}; it must be a mapping of options"
     try:
-        check_bounds(options)
-        size = len(dumps(options))
+        dumps(options)
     except (TypeError, ValueError) as error:
         return f"args is {shorten(options)}; it must be plain JSON values: {one_line(str(error))}"
-    too_many = f"args has {size:,} characters; at most {MAX_ARGS:,} travel, so put data into a file"
-    return too_many if size > MAX_ARGS else ""
+    return ""
 
 
 def _duplicates(specs: list[EnvironmentSpec]) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_rl.environments.base import suggestion
+from megatron_rl.environments.base import fits, suggestion
 from megatron_rl.environments.wire import read_key
 from megatron_rl.errors import one_line, shorten
 from megatron_rl.json_text import loads
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import openai
 
 POLICY = "policy"
-OF_URLS = ("model", "key_variable", "deadline")
-"""Settings that the model of the run has no use for."""
 SESSION = re.compile(r"/sessions/[^/]+/v1/?$")
 FIELDS = re.compile(r"\{(question|answer|reference)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -77,9 +75,9 @@ class JudgeSettings:
     attempts: int = 6
 
     def __post_init__(self) -> None:
-        problem = next(self._problems(), None)
-        if problem is not None:
+        for problem in self._problems():
             raise ValueError(f"judge: {problem}")
+        reader_of(self.verdict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -88,13 +86,18 @@ class JudgeSettings:
         for name, value in given.items():
             if name not in known:
                 raise ValueError(f"judge has no key {shorten(name)}{suggestion(name, known)}")
-            kinds = (int, float) if isinstance(known[name], float) else type(known[name])
-            if not isinstance(value, kinds) or isinstance(value, bool):
+            if not fits(value, known[name]):
                 raise ValueError(f"judge: {name} is {shorten(value)}; it must be of type {type(known[name]).__name__}")
         return cls(**given)
 
     def _problems(self) -> Iterator[str]:
-        yield from self._problems_of_the_url()
+        if not self.is_own and not self.url.startswith(("http://", "https://")):
+            yield f"url is {shorten(self.url)}; give http(s)://HOST/v1 (of `megatron-rl serve`, or another), or policy"
+        for name in ("model", "key_variable", "deadline"):
+            if self.is_own and getattr(self, name) != getattr(type(self), name):
+                yield f"{name} is for judges at a URL, and url is {self.url}: leave it out"
+        if self.key_variable and not os.environ.get(self.key_variable):
+            yield f"the environment variable {self.key_variable}, which should have the API key, is not set"
         if "{answer}" not in self.prompt:
             yield "prompt does not show the {answer}; write it in, and perhaps {question} and {reference}"
         if not -math.inf < self.lowest < self.highest < math.inf:
@@ -104,19 +107,6 @@ class JudgeSettings:
         for name in ("attempts", "max_tokens"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
-        try:
-            reader_of(self.verdict)
-        except ValueError as error:
-            yield str(error)
-
-    def _problems_of_the_url(self) -> Iterator[str]:
-        if not self.is_own and not self.url.startswith(("http://", "https://")):
-            yield f"url is {shorten(self.url)}; give http(s)://HOST/v1 (of `megatron-rl serve`, or another), or policy"
-        given = [name for name in OF_URLS if getattr(self, name) != getattr(type(self), name)]
-        if self.is_own and given:
-            yield f"{given[0]} is for judges at a URL, and url is {self.url}: leave it out"
-        if self.key_variable and not os.environ.get(self.key_variable):
-            yield f"the environment variable {self.key_variable}, which should have the API key, is not set"
 
     @property
     def is_own(self) -> bool:
@@ -157,17 +147,16 @@ class Judge:
         """The judge's answer, after as many tries as it takes and the settings allow."""
         import httpx  # of openai; only processes that ask pay for it
 
-        settings = self._settings
+        settings, headers = self._settings, {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        body = {"model": POLICY if settings.is_own else settings.model, "temperature": settings.temperature}
+        body |= {"max_tokens": settings.max_tokens, "messages": [{"role": "user", "content": prompt}]}
         ends = math.inf if settings.is_own else time.monotonic() + settings.deadline
-        problem, pause, attempt = "", FIRST_PAUSE, 0
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         with httpx.Client(headers=headers, trust_env=not settings.is_own) as client:  # no proxy knows loopback
-            while attempt < settings.attempts:
-                attempt += 1
-                wait, pause = pause, min(2 * pause, LONGEST_PAUSE)
+            for attempt in range(1, settings.attempts + 1):
+                wait = min(FIRST_PAUSE * 2 ** min(attempt - 1, 10), LONGEST_PAUSE)
+                left = None if settings.is_own else max(ends - time.monotonic(), 0.001)
                 try:
-                    left = None if settings.is_own else max(ends - time.monotonic(), 0.001)
-                    answer = client.post(self._url, json=self._body(prompt), timeout=left)
+                    answer = client.post(self._url, json=body, timeout=left)
                     if answer.is_success:
                         return _content(answer.text)
                     problem = self._without_key(f"status {answer.status_code}: {answer.text}")
@@ -181,12 +170,6 @@ class Judge:
                 time.sleep(wait)
         most = "" if settings.is_own else f", {settings.deadline:g} s at most"
         raise JudgeError(f"no verdict in {attempt} tries{most}; the last: {problem}")
-
-    def _body(self, prompt: str) -> dict[str, Any]:
-        settings = self._settings
-        body = {"model": settings.url if settings.is_own else settings.model}
-        body |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
-        return body | {"messages": [{"role": "user", "content": prompt}]}
 
     def _without_key(self, text: str) -> str:
         """One line for the log, whatever the server quoted."""
@@ -207,9 +190,10 @@ def reader_of(verdict: str) -> Callable[[str], float]:
     try:
         pattern = re.compile(verdict)
     except re.error as error:
-        raise ValueError(f"verdict {shorten(verdict)} is no regular expression ({error})") from None
+        raise ValueError(f"judge: verdict {shorten(verdict)} is no regular expression ({error})") from None
     if not pattern.groups:
-        raise ValueError(f"verdict is {shorten(verdict)}; use number, json:KEY, or a regular expression with a group")
+        advice = "use number, json:KEY, or a regular expression with a group"
+        raise ValueError(f"judge: verdict is {shorten(verdict)}; {advice}")
     return lambda said: float(pattern.search(said)[1])
 
 

@@ -190,14 +190,20 @@ def reason_of(error: BaseException) -> str:
     """``KeyError: 'gold' (parity.py:12)``: type, text and the last line that is the author's."""
     if isinstance(error, ConfigError):
         return one_line(str(error))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_authors(frame.filename)]
+    frames = authors_frames(error)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return one_line(f"{type(error).__name__}: {error}".rstrip(": ")) + place
 
 
-def _is_authors(filename: str) -> bool:
-    library = filename.startswith(os.path.dirname(os.__file__)) and "site-packages" not in filename
-    return not library and not filename.startswith("<frozen") and filename != __file__
+def authors_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where an error passed through code that is neither Python's nor this package's."""
+    library, package = os.path.dirname(os.__file__), os.path.dirname(__file__)
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((package, "<"))
+        and ("site-packages" in frame.filename or not frame.filename.startswith(library))
+    ]
 
 
 def _checked_class(value: object, reference: str) -> type[Environment]:

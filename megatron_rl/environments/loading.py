@@ -1,78 +1,51 @@
-"""Author's modules in a process of their own: imported, set up, listed and tried out, whatever they do there.
+"""Author's modules in a process of their own: listed, tried out, and surveyed for a run, whatever they do there.
 
-A module may hang, exit, crash or print without end (``loading_child`` is where); it costs its own answer and no other.
+`list_environments`, `self_test` and `survey_list` ask; `find_all`, `inspect` and `survey` are what the process does.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat import ChatFormat
-from megatron_rl.environments.child import LOAD_SECONDS, kill_group, start_child
-from megatron_rl.environments.wire import receive, send
-from megatron_rl.errors import ConfigError, one_line
+import yaml
 
-PROGRAM = "megatron_rl.environments.loading_child"
-MAX_FAILURES = 10
-"""Children that may fail before the rest is not looked at: each may take a whole deadline."""
-MAX_OUTPUT = 16 * 2**20
-"""Bytes that a child may print; one printed 800 MB to the terminal of ``--check``."""
-KEPT_OUTPUT = 4_000
-"""Bytes of it that are kept, from the end."""
-START_SECONDS = 60.0
-"""Shortest deadline of the child's own start, whatever its stages are given."""
-TELL_SECONDS = 15.0
-POLL_SECONDS = 0.05
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.checks import TaskSurvey, survey_tasks
+from megatron_rl.environments.child import LOAD_SECONDS, Answer, Report, answer_parent, run_in_child, run_in_children
+from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
+from megatron_rl.environments.data import DatasetEnvironment
+from megatron_rl.environments.loader import discover, find_environment, reason_of
+from megatron_rl.environments.selftest import run_checks
+from megatron_rl.environments.wire import ServedEnvironment
+from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 
-logger = logging.getLogger(__name__)
+PROGRAM = "megatron_rl.environments.loading"
+MAX_DETAIL = 2_000
+"""Characters of a line of the self-test."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of the work: a result, or problems."""
+class Surveyed(ServedEnvironment):
+    """An environment whose tasks are sound, and what the checks of a run ask besides."""
 
-    result: Any = None
-    problems: tuple[str, ...] = ()
-    failed_at: str = ""
-    """The entry (file and line) or module at which the child ended, if at one; the next child leaves it out."""
-    output: str = ""
-    """The end of what was printed."""
-
-
-@dataclass(frozen=True)
-class Surveyed:
-    """What a run's checks ask about an environment whose tasks are sound."""
-
-    name: str
-    evaluation_only: bool
-    lowest_reward: float
-    """That it declares."""
-    test_tasks: int
-    first_chat: str | None
+    test_tasks: int = 0
+    first_chat: str | None = None
     """The id of a task whose prompt is chat messages."""
-    demonstrates: bool
+    demonstrates: bool = False
     """Whether it has demonstrations; False also if nobody asked."""
-    overlong: Sequence[int] | None
+    overlong: Sequence[int] | None = None
     """Buffer, longest and longest free response in tokens, of an environment that reads a data set."""
-    max_turns: int = 1
-    is_harness: bool = False
-    chat: ChatFormat = ChatFormat()
-    """What its entry of the list says of chats."""
 
 
-def found(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+def list_environments(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
     """The description of every environment there is by name, and the problem and traceback of each broken one."""
-    answer, failures = all_but_failing("find_all", {}, seconds)
+    answer, failures = run_in_children(PROGRAM, "find_all", {}, seconds)
     if answer.problems:
         raise ConfigError(answer.problems)
     broken = {name: (f"cannot be imported: {why}", trace) for name, (why, trace) in answer.result["broken"].items()}
@@ -80,90 +53,110 @@ def found(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tupl
     return answer.result["environments"], dict(sorted(broken.items()))
 
 
-def inspected(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
+def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
+    """Names and descriptions of all environments, and why some cannot be imported."""
+
+    def begin(module: str) -> None:
+        report(module, f"environment {module!r}", "it was imported")
+
+    environments, errors = discover(begin, skip)
+    names = {name: one_line(str(environment.description())) for name, environment in environments.items()}
+    broken = {name: [reason_of(error), "".join(traceback.format_exception(error))] for name, error in errors.items()}
+    return {"environments": names, "broken": broken}
+
+
+def self_test(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
     """The self-test of the environment ``name`` with ``options`` such as ``max_terms=6``.
 
     The result has a ``title`` and ``checks``: rows of name, verdict (None: there is nothing to check) and detail.
     """
-    return _run_in_child("inspect", {"name": name, "options": list(options), "limit": limit}, seconds)
+    return run_in_child(PROGRAM, "inspect", {"name": name, "options": list(options), "limit": limit}, seconds)
 
 
-def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
+def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> dict[str, Any]:
+    """The self-test of one environment."""
+
+    def begin(doing: str) -> None:
+        report(name, f"environment {name!r}", doing)
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what a data set was left without
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every call of a harness
+    environment_class = find_environment(name, begin)
+    begin("it was set up")
+    environment = environment_class.from_options(_values(options))
+    checks = run_checks(environment, limit, begin)
+    rows = [[check.name, check.passed, one_line(check.detail, MAX_DETAIL)] for check in checks]
+    return {"title": one_line(f"{environment.name}: {environment.description()}"), "checks": rows}
+
+
+def _values(pairs: Sequence[str]) -> dict[str, object]:
+    """``["max_terms=6"]`` as the YAML list would read it."""
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ConfigError([f"--option {pair} has no value; write KEY=VALUE" for pair in wrong])
+    values = {}
+    for key, _, text in (pair.partition("=") for pair in pairs):
+        try:
+            values[key] = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError):
+            advice = f"put a text with braces or colons into quotes, as in --option '{key}=\"...\"'"
+            raise ConfigError([f"--option {key}={shorten(text)} is no value of YAML; {advice}"]) from None
+    return values
+
+
+def survey_list(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
     """The environments of the list at ``path``; one ``ConfigError`` carries all problems found."""
-    answer, failures = all_but_failing("survey", {"path": str(path), "demonstrations": demonstrations}, seconds)
+    arguments = {"path": str(path), "demonstrations": demonstrations}
+    answer, failures = run_in_children(PROGRAM, "survey", arguments, seconds)
     lines = sorted(failures, key=lambda where: int(where.rpartition(":")[2]))
     problems = [*(failures[where] for where in lines), *answer.problems]
     if problems:
         raise ConfigError(problems)
-    return [Surveyed(**row | {"chat": ChatFormat(**row["chat"])}) for row in answer.result]
+    return [Surveyed.from_json(row) for row in answer.result]
 
 
-def all_but_failing(
-    work: str, arguments: Mapping[str, Any], seconds: float, program: str = PROGRAM
-) -> tuple[Answer, dict[str, str]]:
-    """The answer without the modules or entries that ended their child, and the problem of each of those."""
-    failures: dict[str, str] = {}
-    while True:
-        answer = _run_in_child(work, {**arguments, "skip": list(failures)}, seconds, program)
-        if not answer.failed_at or len(failures) >= MAX_FAILURES:
-            return answer, failures
-        failures[answer.failed_at] = answer.problems[0]
+def survey(
+    report: Report, path: str, skip: Collection[str] = (), demonstrations: bool = False
+) -> list[dict[str, Any]]:
+    """What the checks of a run ask about each environment of a list; ``demonstrations`` includes theirs."""
 
+    def begin(where: str, name: str, doing: str) -> None:
+        report(where, f"{where}: environment {shorten(name)}", doing)
 
-def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float, program: str = PROGRAM) -> Answer:
-    """The answer of ``work(**arguments)`` in the module ``program``; each stage it reports may take ``seconds``."""
-    with tempfile.TemporaryFile() as printed:
-        process, channel = start_child(program, os.environ, stdout=printed, stderr=subprocess.STDOUT)
-        key, who, doing = "", "the process that loads modules", "it started"
+    sound, problems = [], []
+    report("", str(path), "it was read")
+    for spec in load_environment_specs(path, skip, begin):
+        begin_part = partial(begin, spec.where, spec.name)
         try:
-            send(channel, {"work": work, "arguments": dict(arguments), "parent": os.getpid()})
-            message = _next_message(process, channel, printed.fileno(), max(seconds, START_SECONDS), f"{who}: {doing}")
-            while "stage" in message:
-                key, who, doing = message["stage"]
-                message = _next_message(process, channel, printed.fileno(), seconds, f"{who}: {doing}")
-        except (OSError, EOFError):
-            message = {"failed": _ended(process)}
-        finally:
-            channel.close()
-            kill_group(process.pid)
-            process.wait()
-        # not by seeking: the child writes at the same position
-        last = os.pread(printed.fileno(), KEPT_OUTPUT, max(os.fstat(printed.fileno()).st_size - KEPT_OUTPUT, 0))
-    output = last.decode("utf-8", errors="replace")
-    if not message.keys() & {"raised", "failed"}:
-        return Answer(message.get("result"), tuple(message.get("problems", ())), output=output)
-    # where it raised, its last words are the traceback
-    said = f"; its last words: {one_line(output[-200:])}" if "failed" in message and output.strip() else ""
-    what, advice = message.get("raised") or message["failed"], message.get("advice", "mend it, or leave it out")
-    return Answer(problems=(f"{who} {what} while {doing}; {advice}{said}",), failed_at=key, output=output)
+            begin_part("it was set up")
+            environment = spec.create()
+            tasks = survey_tasks(environment, begin_part)
+            sound.append((spec, environment, tasks))
+            faults = tasks.problems
+        except ConfigError as error:
+            faults = error.lines
+        problems += [f"{spec.name}: {fault}" for fault in faults]
+    if problems:
+        raise ConfigError(problem_lines(problems))
+    return [asdict(_surveyed(report, *each, demonstrations)) for each in sound]
 
 
-def _next_message(
-    process: subprocess.Popen, channel: Connection, printed: int, seconds: float, stage: str
-) -> dict[str, Any]:
-    """What the child says next, or ``failed`` where it takes or prints too much; ``EOFError`` when it has ended."""
-    start, told = time.monotonic(), False
-    while not channel.poll(POLL_SECONDS):
-        if process.poll() is not None and not channel.poll(0):
-            raise EOFError  # a fork that it left behind may hold the channel open
-        if os.fstat(printed).st_size > MAX_OUTPUT:
-            return {"failed": f"printed more than {MAX_OUTPUT // 2**20} MiB", "advice": "print less"}
-        waited = time.monotonic() - start
-        if waited > seconds:
-            advice = "mend it, or raise --rl-environment-load-timeout"
-            return {"failed": f"took more than {seconds:g} s", "advice": advice}
-        if waited > TELL_SECONDS and not told:
-            told = True
-            logger.info("%s (for %.0f s; it may take %g s)", stage, waited, seconds)
-    return receive(channel)
+def _surveyed(
+    report: Report, spec: EnvironmentSpec, environment: Environment, tasks: TaskSurvey, demonstrations: bool
+) -> Surveyed:
+    demonstrates, overlong = False, None
+    if demonstrations and not environment.evaluation_only:
+        report("", f"environment {spec.name!r}", "its demonstrations were read")
+        try:
+            demonstrates = any(True for _ in environment.demonstrations("train"))
+        except Exception as error:
+            said = one_line(f"{type(error).__name__}: {error}")
+            raise ConfigError([f"{spec.name}: demonstrations raises {said}"]) from error
+    if isinstance(environment, DatasetEnvironment):
+        overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
+    served = vars(spec.served(environment))
+    return Surveyed(**served, test_tasks=tasks.counts["test"], first_chat=tasks.first_chat,
+                    demonstrates=demonstrates, overlong=overlong)  # fmt: skip
 
 
-def _ended(process: subprocess.Popen) -> str:
-    try:
-        status = process.wait(0.2)
-    except subprocess.TimeoutExpired:
-        return "closed the files of its process"
-    if status >= 0:
-        return f"ended the process with status {status}"
-    name = signal.Signals(-status).name
-    return f"was killed by {name}" + (", likely for want of memory," if name == "SIGKILL" else "")
+if __name__ == "__main__":
+    answer_parent({"find_all": find_all, "inspect": inspect, "survey": survey})

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Self
 
-from megatron_rl.environments.child import LOAD_SECONDS, importable
+from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS, importable
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.wire import LOADING, write_private
 from megatron_rl.errors import EnvironmentFault
@@ -51,12 +51,12 @@ class EnvironmentServerProcess:
         *,
         port: int = 0,
         start_timeout: float = LOAD_SECONDS,
-        harness_processes: int | None = None,
+        harness_processes: int = HARNESS_PROCESSES,
     ) -> None:
         """``directory`` gets the server's log and its address file; port 0 takes a free one.
 
         ``start_timeout`` bounds the start with all imports, and later the reading of each split; at most
-        ``harness_processes`` samples of harnesses run at once, or as many as the server's default says.
+        ``harness_processes`` samples of harnesses run at once.
         """
         folder = Path(os.path.realpath(directory))
         self.address_file, self.log_file = folder / "environment_server.json", folder / "environment_server.log"
@@ -66,8 +66,10 @@ class EnvironmentServerProcess:
         """Why it was given up."""
         self.pid: int | None = None
         """Of the server that answers."""
-        self._config_path, self._port, self._start_timeout = Path(os.path.realpath(config_path)), port, start_timeout
-        self._harness_processes = harness_processes
+        self._start_timeout = start_timeout
+        self._command = ["-m", "megatron_rl.environments", "serve", os.path.realpath(config_path)]
+        self._command += ["--port", str(port), "--address-file", str(self.address_file), "--parent", str(os.getpid())]
+        self._command += ["--load-timeout", str(start_timeout), "--harness-processes", str(harness_processes)]
         # the thread is the server's parent, which the server follows in death: it lasts as long as the process
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._settled, self._stopped = threading.Event(), threading.Event()
@@ -109,14 +111,9 @@ class EnvironmentServerProcess:
 
     def _launch(self) -> subprocess.Popen:
         self.address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(self._config_path)]
-        command += ["--port", str(self._port), "--address-file", str(self.address_file)]
-        command += ["--load-timeout", str(self._start_timeout), "--parent", str(os.getpid())]
-        if self._harness_processes is not None:
-            command += ["--harness-processes", str(self._harness_processes)]
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
-                command,
+                [sys.executable, *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

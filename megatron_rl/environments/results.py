@@ -15,6 +15,7 @@ from numbers import Real
 from typing import Any
 
 from megatron_rl.environments.base import Environment
+from megatron_rl.environments.loader import authors_frames
 from megatron_rl.environments.wire import WireError, messages_of, read_key
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Continuation, Grade, Item, Step, Task
@@ -30,8 +31,6 @@ MAX_CONTINUATION = 2**20
 MAX_EXTRACTED = 500
 """Longest extracted answer that travels; what is longer is for reading only and gets cut."""
 
-_STANDARD_LIBRARY, _THIS_PACKAGE = os.path.dirname(os.__file__), os.path.dirname(__file__)
-
 logger = logging.getLogger(__name__)
 
 
@@ -39,34 +38,30 @@ def judge(environment: Environment, item: Item) -> Grade:
     """The environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
     ``continuation`` unless the conversation ends here."""
     if len(item) == 2:
-        return caught(environment, item[0], lambda: graded(environment.grade(*item)))
-    return caught(environment, item[0], lambda: _answer(environment, environment.step(*item)))
+        return grade_or_failure(environment, item[0], lambda: checked_grade(environment.grade(*item)))
+    return grade_or_failure(environment, item[0], lambda: _answer(environment, environment.step(*item)))
 
 
-def caught(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
+def grade_or_failure(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
     """What ``ask`` returns and whether it is right, or the result that says what it raised and where."""
     try:
         result = ask()
         return result if result.failed else replace(result, correct=is_right(result, environment.reward_range))
     except (Exception, SystemExit) as error:  # an author's code may raise anything
         logger.warning("%s: task %r could not be graded", environment.name, task.id, exc_info=True)
-        frames = traceback.extract_tb(error.__traceback__)
         # of an error inside a library, such as a refusal that an OpenAI client was sent, the author's own line
-        frame = next((each for each in reversed(frames) if _is_written_here(each.filename)), frames[-1])
-        place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        own = [frame for frame in authors_frames(error) if "site-packages" not in frame.filename]
+        frame = (own or traceback.extract_tb(error.__traceback__))[-1]
+        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         return failed("environment_exception", f"{type(error).__name__}: {error} ({place})")
-
-
-def _is_written_here(filename: str) -> bool:
-    return not filename.startswith((_STANDARD_LIBRARY, _THIS_PACKAGE, "<")) and "site-packages" not in filename
 
 
 def _answer(environment: Environment, step: Step) -> Grade:
     if not isinstance(step, Step):
         return failed("environment_exception", f"step returned a {type(step).__name__}, not a Step")
     if step.done:
-        return graded(step.reward)
-    result = graded(environment.reward_range[0] if step.reward is None else step.reward)
+        return checked_grade(step.reward)
+    result = checked_grade(environment.reward_range[0] if step.reward is None else step.reward)
     if result.failed:
         return result
     return replace(result, continuation=continuation_of(step.messages, step.state))
@@ -105,7 +100,7 @@ def is_right(grade: Grade, reward_range: tuple[float, float | None]) -> bool | N
     return grade.reward >= highest - rounding
 
 
-def graded(verdict: object) -> Grade:
+def checked_grade(verdict: object) -> Grade:
     """The result of a reward or ``Grade``, or the error ``invalid_reward`` when it is not a finite number.
 
     A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
@@ -159,7 +154,7 @@ def result_from_json(item: object, where: str = "result") -> Grade:
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
     told = (item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
-    result = graded(Grade(*told, correct=item.get("correct")))
+    result = checked_grade(Grade(*told, correct=item.get("correct")))
     if not result.failed and "messages" in item:
         return replace(result, continuation=continuation_of(item["messages"], item.get("state")))
     return result

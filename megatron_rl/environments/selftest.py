@@ -1,25 +1,31 @@
-"""Whether an environment can be trained on: the checks of ``python -m megatron_rl.environments test``."""
+"""Whether an environment can be trained on: the checks of ``python -m megatron_rl.environments test``.
+
+A harness calls `scripted_model`, an OpenAI-compatible endpoint that says what it is told to.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
+from typing import Any
 
 from megatron_rl.environments.base import Environment, HarnessEnvironment
 from megatron_rl.environments.checks import splits_of, survey_tasks
 from megatron_rl.environments.data import DatasetEnvironment
-from megatron_rl.environments.harness import run_harness
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.results import ROUNDING, judge
-from megatron_rl.environments.scripted import Said, always, script_of, scripted_model
 from megatron_rl.errors import shorten
-from megatron_rl.types import Grade, HarnessRun, Task, Turn
+from megatron_rl.types import Grade, HarnessRun, Message, Task, Turn
 
 TIMED_SECONDS = 2.0
 SLOWEST = 10
@@ -27,9 +33,17 @@ SLOWEST = 10
 MOST_RUN = 5
 """Tasks of a split: each is run six times, and a sample may take a while."""
 
-Played = tuple[Task, Sequence[Said]]
+MAX_CALLS = 200
+"""Of a sample: a harness that asks an empty answer's model again and again would not end."""
+
+Said = str | Message
+"""A text, or an assistant message with ``tool_calls``."""
+Script = Callable[[int], Said | None]
+"""What the model says at a call, counted from 0; None: it has nothing more to say, and the call is refused."""
+
+Case = tuple[Task, Sequence[Said]]
 """A task and the model's turns."""
-Graded = Callable[[Task, Sequence[Said]], Grade]
+GradeCase = Callable[[Task, Sequence[Said]], Grade]
 EMPTY = ("",)
 """The turns of a model that says nothing; to a harness it says nothing as often as it is asked."""
 
@@ -80,34 +94,34 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
     ]
 
 
-def _rewards(name: str, graded: Graded, answers: Sequence[Played], wanted: float | None, advice: str = "") -> Check:
+def _rewards(name: str, grade: GradeCase, answers: Sequence[Case], wanted: float | None, advice: str = "") -> Check:
     """Every answer must get the reward ``wanted``, but for rounding."""
     if not answers or wanted is None:
         return Check(name, None, "the environment has none" if not answers else "no reward is the highest")
     for task, turns in answers:
-        result = graded(task, turns)
+        result = grade(task, turns)
         if result.failed or not math.isclose(result.reward, wanted, rel_tol=ROUNDING, abs_tol=ROUNDING):
             got = f"{result.code}: {result.message}" if result.failed else result.reward
             return Check(name, False, f"{_shown(turns)} to task {shorten(task.id)} gets {got}, not {wanted:g}{advice}")
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
 
-def _agreement(graded: Graded, answers: Sequence[Played], with_metrics: bool) -> Check:
+def _agreement(grade: GradeCase, answers: Sequence[Case], with_metrics: bool) -> Check:
     """Among a harness's metrics may be seconds; of it, rewards alone must agree."""
     for task, turns in answers:
-        first, second = (graded(task, turns) for _ in range(2))
+        first, second = (grade(task, turns) for _ in range(2))
         if (first if with_metrics else first.reward) != (second if with_metrics else second.reward):
             where = f"{_shown(turns)} to task {shorten(task.id)}"
             return Check("graded twice", False, f"{where} gets {first}, then {second}")
     return Check("graded twice", True, f"{len(answers)} agree")
 
 
-def _speed(graded: Graded, answers: Sequence[Played], slowest: int | None) -> Check:
+def _speed(grade: GradeCase, answers: Sequence[Case], slowest: int | None) -> Check:
     """Grades a second in one thread; run last, when what the grader imports is loaded. A harness may be slow: many of
     its samples run at once."""
     start, count = time.perf_counter(), 0
     for task, turns in answers:
-        graded(task, turns)
+        grade(task, turns)
         count += 1
         if time.perf_counter() - start > TIMED_SECONDS:
             break
@@ -122,6 +136,8 @@ def _speed(graded: Graded, answers: Sequence[Played], slowest: int | None) -> Ch
 
 def rehearse(environment: HarnessEnvironment, task: Task, turns: Sequence[Said]) -> Grade:
     """The result of a harness whose model says one of ``turns`` at each call; one more call is refused."""
+    from megatron_rl.environments.harness import run_harness  # needs an extra, and graders do without
+
     script = always("") if turns == EMPTY else script_of(turns)
     with scripted_model(script) as url, tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         return run_harness(environment, HarnessRun(task, 0, url, "self-test"))
@@ -141,3 +157,90 @@ def play(environment: Environment, task: Task, turns: Sequence[str]) -> Grade:
 
 def _shown(turns: Sequence[Said]) -> str:
     return ", then ".join(map(shorten, turns))
+
+
+def script_of(turns: Sequence[Said]) -> Script:
+    """The turns one after the other."""
+    return lambda number: turns[number] if number < len(turns) else None
+
+
+def always(said: Said) -> Script:
+    """The same at every call, up to ``MAX_CALLS``."""
+    return lambda number: said if number < MAX_CALLS else None
+
+
+@contextlib.contextmanager
+def scripted_model(script: Script) -> Iterator[str]:
+    """The ``base_url`` of a model that follows ``script``, on a free port of loopback."""
+    server = _Server(script)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.script, self.numbers = script, itertools.count()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number = next(self.server.numbers)
+        said = self.server.script(number)
+        if said is None:
+            message = f"the script ends after {number} turns, and the harness asks for another"
+            self._answer({"error": {"message": message, "type": "invalid_request_error"}}, 400)
+        elif self.path.endswith("/chat/completions"):
+            self._chat(said, asked)
+        else:
+            text = said if isinstance(said, str) else str(said.get("content") or "")
+            choice = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": None}
+            self._answer(_completion("text_completion", choice, asked))
+
+    def do_GET(self) -> None:
+        self._answer({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": ""}]})
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+    def _chat(self, said: Said, asked: Mapping[str, Any]) -> None:
+        message = {"role": "assistant", **({"content": said} if isinstance(said, str) else said)}
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        if not asked.get("stream"):
+            choice = {"index": 0, "message": {"content": None, **message}, "finish_reason": reason, "logprobs": None}
+            self._answer(_completion("chat.completion", choice, asked))
+            return
+        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        chunks = [{"index": 0, "delta": delta, "finish_reason": None}]
+        chunks.append({"index": 0, "delta": {}, "finish_reason": reason})
+        lines = [json.dumps(_completion("chat.completion.chunk", chunk, asked)) for chunk in chunks]
+        self._send("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), "text/event-stream")
+
+    def _answer(self, value: object, status: int = 200) -> None:
+        self._send(json.dumps(value), "application/json", status)
+
+    def _send(self, text: str, kind: str, status: int = 200) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _completion(kind: str, choice: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    about = {"id": "scripted-0", "object": kind, "created": 0, "model": asked.get("model", "policy")}
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    return about | {"choices": [choice]} | ({} if kind.endswith("chunk") else {"usage": usage})

@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -23,10 +24,9 @@ from typing import Any, TypeVar, get_args
 import waitress
 from flask import Flask, Response, request
 from flask_restful import Api, Resource, abort
+from waitress.channel import HTTPChannel
 
 from megatron_rl.environments import wire
-from megatron_rl.environments.base import HarnessEnvironment
-from megatron_rl.environments.channels import MAX_CONNECTIONS, Channel
 from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS, die_with_parent
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.results import MAX_MESSAGE, result_to_json
@@ -36,13 +36,15 @@ from megatron_rl.json_text import check_bounds, loads
 from megatron_rl.types import Grade, Split
 
 PATIENCE_SECONDS = 1.0
-"""Longest wait for one of these places."""
+"""Longest wait of a grade request for one of the service's places."""
 THREADS = 160
 """Eight ranks send sixteen requests each; those that are left over answer the health route."""
 RUN_THREADS = 256
 """More where there are harnesses: eight ranks send 32 groups each, and every one has a thread until its rewards."""
 MAX_BODY_BYTES = 16 * 2**20
 """A group of 64 completions of 32,000 tokens is about half of it."""
+MAX_CONNECTIONS = 900
+"""waitress's 100 are less than the ranks of a large node send at once; more than 1024 files few processes may open."""
 
 _Read = TypeVar("_Read")
 
@@ -68,25 +70,12 @@ class Counters(Served):
 class Environments(Served):
     def get(self, name: str = "") -> dict[str, Any]:
         """What is served: all environments, or one."""
-        if name:
-            return self._summary(name)
-        return {"items": [self._summary(each) for each in self.service.environments]}
+        return self._shown(name) if name else {"items": [self._shown(each) for each in self.service.environments]}
 
-    def _summary(self, name: str) -> dict[str, Any]:
-        environment, spec = self.service.environment(name), self.service.specs[name]
-        return {
-            "name": name,
-            "weight": spec.weight,
-            "eval_prompts": spec.eval_prompts,
-            "eval_samples": spec.eval_samples,
-            "chat": vars(spec.chat_of(environment)),
-            "environment": environment.name,
-            "description": environment.description(),
-            "evaluation_only": environment.evaluation_only,
-            "max_turns": environment.max_turns,
-            "is_harness": isinstance(environment, HarnessEnvironment),
-            "reward_range": list(environment.reward_range),
-        }
+    def _shown(self, name: str) -> dict[str, Any]:
+        environment = self.service.environment(name)
+        served = asdict(self.service.specs[name].served(environment))
+        return served | {"environment": environment.name, "description": environment.description()}
 
 
 class Rows(Served):
@@ -154,6 +143,21 @@ class _JsonApi(Api):
         return self.handle_error(e)
 
 
+class Channel(HTTPChannel):
+    """A connection that takes the place of an idle one.
+
+    waitress accepts nobody while there are too many connections, and waits two minutes before it closes an idle one:
+    a thousand of them, which need no token, keep the health route from answering.
+    """
+
+    def __init__(self, server: Any, *arguments: Any, **options: Any) -> None:
+        if len(server.active_channels) >= MAX_CONNECTIONS:
+            idle = [channel for channel in server.active_channels.values() if not channel.requests]
+            if idle:
+                min(idle, key=lambda channel: channel.last_activity).will_close = True
+        super().__init__(server, *arguments, **options)
+
+
 def create_app(service: Service) -> Flask:
     """The application that serves the environments of ``service`` to whoever presents its token."""
     app = Flask("megatron_rl.environments", static_folder=None)
@@ -192,10 +196,8 @@ def serve(
 ) -> None:
     """Serves the environments of a YAML list until Ctrl-C or the death of the process ``parent``.
 
-    Port 0 takes a free one; ``address_file`` then tells clients where, and with which token. Without it the
-    token is left in a private folder that the log names. ``unix_socket`` takes the place of host and port. Reading
-    the tasks of a split may take ``load_timeout`` seconds, and at most ``harness_processes`` samples of harnesses run
-    at once.
+    Without an ``address_file`` the token is left in a private folder that the log names. Reading the tasks of a split
+    may take ``load_timeout`` seconds.
     """
     refuse_remote(host, allow_remote, "graders would be open to the network over plain HTTP")
     if parent is not None:
@@ -204,7 +206,8 @@ def serve(
     # one warning a request while all threads are busy: normal here, and it would fill the log
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     # the log's last line names the module, should it hang or end the process
-    specs = {spec.name: spec for spec in load_environment_specs(config, begin=_log)}
+    begin = partial(logger.info, f"%s{wire.LOADING}environment %r (%s)")
+    specs = {spec.name: spec for spec in load_environment_specs(config, begin=begin)}
     environments = {name: spec.create() for name, spec in specs.items()}
     token = secrets.token_urlsafe(32)
     service = Service(environments, token, specs, load_timeout, harness_processes)
@@ -219,7 +222,7 @@ def serve(
                 threads=THREADS + (RUN_THREADS if service.harnesses is not None else 0),
                 channel_request_lookahead=1,  # else it does not see that a client has gone while its harnesses run
                 connection_limit=MAX_CONNECTIONS + 100,
-                max_request_body_size=2 * MAX_BODY_BYTES,  # a little too large reaches Flask, which answers in JSON
+                max_request_body_size=4 * MAX_BODY_BYTES,  # what is too large reaches Flask, which answers in JSON
                 recv_bytes=2**16,  # of its 8 KiB a large body takes thousands of turns of the loop that accepts others
                 asyncore_use_poll=True,  # select() stops at 1024 descriptors
             )
@@ -239,10 +242,6 @@ def _is_live(path: str) -> bool:
     """Whether a server listens on that socket, and has not only left it behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
-
-
-def _log(where: str, name: str, doing: str) -> None:
-    logger.info("%s%senvironment %r (%s)", where, wire.LOADING, name, doing)
 
 
 @contextlib.contextmanager

@@ -40,20 +40,21 @@ class Service:
         """Samples of environments that have a spec, and are not ``in_process``, are graded in worker processes."""
         self.environments, self.token, self.specs = dict(environments), token, specs or {}
         self.places = threading.BoundedSemaphore(WORKING)
-        needed = {False: set[str](), True: set[str]()}
-        kinds: dict[bool, list[tuple[str, dict[str, Any]]]] = {False: [], True: []}
-        for name, each in self.environments.items():
-            if not each.in_process:
-                spec = self.specs[name]
-                kinds[isinstance(each, HarnessEnvironment)].append((spec.reference, dict(spec.options)))
-                needed[isinstance(each, HarnessEnvironment)].update(each.variables)
-        self.pool = WorkerPool(environments=kinds[False], variables=needed[False]) if kinds[False] else None
-        self.harnesses = None
-        if kinds[True]:
-            self.harnesses = WorkerPool.for_harnesses(harness_processes, kinds[True], needed[True])
+        others = [name for name, each in self.environments.items() if not each.in_process]
+        harnesses = [name for name in others if isinstance(self.environments[name], HarnessEnvironment)]
+        graders = [name for name in others if name not in harnesses]
+        self.pool = WorkerPool(**self._needs(graders)) if graders else None
+        self.harnesses = WorkerPool.for_harnesses(harness_processes, **self._needs(harnesses)) if harnesses else None
+        self._pools = [pool for pool in (self.pool, self.harnesses) if pool is not None]
         self._list_seconds = list_seconds
         self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
         self._reading, self._in_turn = threading.Lock(), threading.Lock()
+
+    def _needs(self, names: Sequence[str]) -> dict[str, Any]:
+        """What a pool is told about the environments of these names."""
+        variables = {variable for name in names for variable in self.environments[name].variables}
+        specs = [self.specs[name] for name in names]
+        return {"environments": [(spec.reference, dict(spec.options)) for spec in specs], "variables": variables}
 
     def environment(self, name: str) -> Environment:
         """The environment of that name; answers 404 with the nearest names otherwise."""
@@ -91,10 +92,6 @@ class Service:
             abort(422, message=f"{name!r} is no harness; its samples are graded by its route /grade")
         spec = self.specs[name]
         return self.harnesses.run(spec.reference, spec.options, runs, environment.run_deadline, gone)
-
-    @property
-    def _pools(self) -> list[WorkerPool]:
-        return [pool for pool in (self.pool, self.harnesses) if pool is not None]
 
     def counters(self) -> Counter[str]:
         counts: Counter[str] = Counter()

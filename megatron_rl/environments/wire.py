@@ -6,12 +6,13 @@ Written by one side, checked by the other. Nothing is pickled, so nothing is run
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 from megatron_rl.atomic import write_text_atomic
+from megatron_rl.chat import ChatFormat
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Demonstration, FinishReason, HarnessRun, Item, LaterTurn, Message, Task, Transcript, Turn
@@ -24,6 +25,33 @@ MAX_SENT = 64 * 2**20
 
 class WireError(ValueError):
     """A JSON value is not what it should be; the message names the key."""
+
+
+@dataclass(frozen=True)
+class ServedEnvironment:
+    """What a run asks about an environment of its list."""
+
+    name: str
+    weight: float
+    """Share of the training prompts, relative to the others."""
+    evaluation_only: bool
+    max_turns: int
+    """How often the model may speak in a conversation."""
+    is_harness: bool = False
+    """Whether its samples are run and not graded."""
+    eval_prompts: int | None = None
+    eval_samples: int | None = None
+    """Of an evaluation, where the list says another number than the flags."""
+    chat: ChatFormat = ChatFormat()
+    """Of prompts that are chats, before what the flags say."""
+    reward_range: tuple[float, float | None] = (0.0, 1.0)
+    """See `Environment.reward_range`."""
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
+        """From the fields as JSON, among which there may be others."""
+        known = {each.name: row[each.name] for each in fields(cls)}
+        return cls(**known | {"chat": ChatFormat(**row["chat"])})
 
 
 def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str = "") -> Any:

@@ -27,14 +27,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.environments.child import (
-    adopt_orphans,
-    die_with_parent,
-    kill_group,
-    kill_orphans,
-    parent_channel,
-)
-from megatron_rl.environments.harness import run_harness
+from megatron_rl.environments.child import adopt_orphans, die_with_parent, kill_group, kill_orphans, parent_channel
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
 from megatron_rl.environments.sandbox import require_sandbox
@@ -47,6 +40,8 @@ OUT_OF_MEMORY = 99
 LONGEST_WAIT = 3
 """Deadlines, for a worker that got no processor: on a busy machine graders of milliseconds waited four seconds for
 one, and a plain timeout called good completions hopeless."""
+ENDED_BY = {"timeout": "worker_timeouts", "worker_died": "worker_deaths"}
+"""Codes after which the worker is gone, and how they are counted."""
 RETRIED = ("timeout", "worker_died", "environment_exception")
 """Codes that a fresh worker may not repeat; a reward that is no number it would."""
 
@@ -72,11 +67,8 @@ def main() -> None:
                 if found.needs_sandbox:
                     require_sandbox()  # tried out once for all workers
         gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
-        grading = _Grading(pool, settings)
-        try:
+        with contextlib.closing(_Grading(pool, settings)) as grading:
             grading.run()
-        finally:
-            grading.close()
 
 
 class _Grading:
@@ -95,11 +87,10 @@ class _Grading:
             seconds = None if ends is None else max(ends - time.monotonic(), 0.0)
             ready = wait([self._pool, *(worker.channel for worker in busy)], seconds)
             for worker in busy:
-                result = worker.result() if worker.channel in ready or worker.is_late() else None
-                if result is not None:
-                    self._take(worker, result)
+                if worker.channel in ready or worker.is_late():
+                    self._finish(worker, worker.result())
             if self._pool in ready:
-                self._hear(receive(self._pool))
+                self._receive(receive(self._pool))
             while self._waiting and (worker := self._idle_worker()) is not None:
                 worker.begin(self._waiting.popleft())
 
@@ -109,7 +100,7 @@ class _Grading:
         if self._settings["scratch"]:
             shutil.rmtree(self._settings["scratch"], ignore_errors=True)
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         """Takes a request, or the word that nobody waits for some any more."""
         if "cancel" not in message:
             self._waiting.append(message)
@@ -120,59 +111,62 @@ class _Grading:
             self._end(worker)
         send(self._pool, {"events": ["runs_cancelled"] * len(cancelled)})
 
-    def _take(self, worker: _Worker, result: Grade) -> None:
+    def _finish(self, worker: _Worker, result: Grade) -> None:
         """Hands a result to the pool, unless a fresh worker may find another."""
         job, worker.job = worker.job, None
-        once = bool(self._settings["scratch"])
-        events, again = [], result.code in RETRIED and not job.get("retried") and not once
-        if result.code in ("timeout", "worker_died"):
-            events.append("worker_timeouts" if result.code == "timeout" else "worker_deaths")
-        if events or again or once:
-            events += [] if once else ["worker_respawns"]
+        is_harness, was_retried = bool(self._settings["scratch"]), job.get("retried", False)
+        retries = result.code in RETRIED and not was_retried and not is_harness
+        events = [ENDED_BY[result.code]] if result.code in ENDED_BY else []
+        if events or retries or is_harness:
             how = self._end(worker)
+            events += [] if is_harness else ["worker_respawns"]
             if result.code == "worker_died":
                 result = failed(result.code, f"the worker process {how} {result.message}".rstrip())
-        if again:
+        if retries:
             self._waiting.appendleft(job | {"retried": True})
             send(self._pool, {"events": [*events, "retried"]})
-        else:
-            done = ["runs" if once else "graded"]
-            events += [*done, "failed"] if result.failed and (once or job.get("retried")) else done
-            send(self._pool, {"events": events, "id": job["id"], "result": result_to_json(result)})
+            return
+        events.append("runs" if is_harness else "graded")
+        if result.failed and (is_harness or was_retried):
+            events.append("failed")
+        send(self._pool, {"events": events, "id": job["id"], "result": result_to_json(result)})
 
     def _idle_worker(self) -> _Worker | None:
         idle = next((worker for worker in self._workers if worker.job is None), None)
         if idle is None and len(self._workers) < self._settings["count"]:
-            idle = _Worker(self._settings, [self._pool, *(worker.channel for worker in self._workers)], self._forget)
+            idle = _Worker(self._settings, self._drop_inherited)
             self._workers.append(idle)
         return idle
 
-    def _forget(self) -> None:
-        """Inside a worker: drops the samples of others, whose keys are not its business."""
+    def _drop_inherited(self) -> None:
+        """Inside a new worker: drops the samples and channels of others, whose keys are not its business."""
         self._waiting.clear()
+        self._pool.close()
         for worker in self._workers:
             worker.job = None
+            worker.channel.close()
 
     def _end(self, worker: _Worker) -> str:
         """Ends a worker with all that it started; returns how it ended."""
         self._workers.remove(worker)
         how = worker.end()
         kill_orphans({each.pid for each in self._workers})
-        worker.remove_folder()
+        if worker.folder is not None:  # now that nothing that it started writes there
+            worker.folder.cleanup()
         return how
 
 
 class _Worker:
     """One worker process, seen from its parent."""
 
-    def __init__(self, settings: Mapping[str, Any], others: list[Connection], forget: Callable[[], None]) -> None:
-        """Forks it; the channels of ``others`` are not its business, nor is what it is to ``forget``."""
+    def __init__(self, settings: Mapping[str, Any], drop_inherited: Callable[[], None]) -> None:
+        """Forks it; in the worker ``drop_inherited`` is called first."""
         self.job: dict[str, Any] | None = None
         self.ends = 0.0
         self.channel, theirs = multiprocessing.Pipe()
         scratch, parent = settings["scratch"], os.getpid()
         # a completed harness's author may have made folders that nobody may enter
-        self._folder = tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) if scratch else None
+        self.folder = tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) if scratch else None
         self.pid = os.fork()
         if self.pid:
             theirs.close()
@@ -181,16 +175,15 @@ class _Worker:
         try:
             die_with_parent(parent)
             os.setpgid(0, 0)  # what it starts is killed with it
-            for channel in (self.channel, *others):
-                channel.close()
-            forget()
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # the log is a file, and to print to it would fail the grader
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
-            os.close(nowhere)
-            if self._folder is not None:
+            self.channel.close()
+            drop_inherited()
+            with open(os.devnull, "wb") as nowhere:  # the log is a file, and to print to it would fail the grader
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+            if self.folder is not None:
                 adopt_orphans()
-                _leave_files_in(self._folder.name)
+                os.environ |= {"HOME": self.folder.name, "TMPDIR": self.folder.name}
+                tempfile.tempdir = None  # decided anew
             _bound(settings)
             _work(theirs)
         finally:
@@ -220,7 +213,7 @@ class _Worker:
         """What the worker answers, or that it is late or dead."""
         try:
             if not self.channel.poll(0):
-                what = "grade" if self._folder is None else "reward"
+                what = "grade" if self.folder is None else "reward"
                 return failed("timeout", f"no {what} within {self.job['deadline_s']:g} s")
             return result_from_json(receive(self.channel))
         except (EOFError, OSError, ValueError) as error:
@@ -233,21 +226,10 @@ class _Worker:
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return f"exited with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
-    def remove_folder(self) -> None:
-        """Removes the directory of a harness's sample, when nothing that it started writes there any more."""
-        if self._folder is not None:
-            self._folder.cleanup()
-
     def _processor_seconds(self) -> float:
         with contextlib.suppress(psutil.Error):
             return sum(self._process.cpu_times()[:2])  # user and system
         return 0.0
-
-
-def _leave_files_in(folder: str) -> None:
-    """Makes ``folder`` the place for files of this process."""
-    os.environ |= {"HOME": folder, "TMPDIR": folder}
-    tempfile.tempdir = None  # decided anew
 
 
 def _bound(settings: Mapping[str, Any]) -> None:
@@ -280,6 +262,8 @@ def _answer(request: Mapping[str, Any]) -> Grade:
     try:
         environment = _environment(request["environment"], dumps(request["options"]))
         if "client" in request:
+            from megatron_rl.environments.harness import run_harness  # needs an extra, and graders do without
+
             os.chdir(tempfile.gettempdir())  # not before: its options may have paths below the run's directory
             result = run_harness(environment, run_from_json(request))
         else:
@@ -291,16 +275,14 @@ def _answer(request: Mapping[str, Any]) -> Grade:
     return result
 
 
+_class = lru_cache(maxsize=64)(find_environment)
+"""The same in a worker as before the fork, with what it has preloaded."""
+
+
 @lru_cache(maxsize=64)
 def _environment(reference: str, options: str) -> Any:
     """Made once for each worker; a grader keeps nothing between two calls."""
     return _class(reference).from_options(loads(options))
-
-
-@lru_cache(maxsize=64)
-def _class(reference: str) -> Any:
-    """The same that was found before the fork, with what it has preloaded."""
-    return find_environment(reference)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from megatron_rl.environments import harness
 from megatron_rl.environments.child import start_child
 from megatron_rl.environments.results import result_from_json
 from megatron_rl.environments.wire import item_to_json, receive, run_to_json, send
@@ -31,6 +30,7 @@ MOST_WORKERS = 4
 MEMORY_MB = 4096
 """Address space of a worker, which is several times the memory in use: sympy alone maps 300 MB."""
 PRELOAD = ("sympy", "math_verify", "latex2sympy2_extended.latex2sympy2")
+HARNESS_PRELOAD = ("megatron_rl.environments.harness",)
 HARNESS_MEMORY_MB, HARNESS_OPEN_FILES, HARNESS_FILE_MB = 8192, 1024, 1024
 GONE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -60,12 +60,10 @@ class WorkerPool:
     ) -> None:
         """``workers`` defaults to the number of usable processors, 4 at most.
 
-        A worker may have ``open_files``, and write files of ``file_mb`` MiB: none with 0. With ``once`` it takes one
-        sample, has a directory of its own, and nothing is tried again (``for_harnesses``).
-
-        The modules of ``preload`` and the ``environments`` (references with options) are imported once, before
-        any worker is forked; all others by each worker anew, within the deadline of its first request. ``variables``
-        of this process are those of its workers, too.
+        A worker may have ``open_files``, write files of ``file_mb`` MiB, and sees ``variables`` of this process. With
+        ``once`` it takes one sample in a directory of its own, and nothing is tried again (``for_harnesses``).
+        What is in ``preload`` and ``environments`` (references with options) is imported before any worker is forked;
+        all else by each worker anew, within the deadline of its first request.
         """
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         bounds = {"count": count, "memory_mb": memory_mb, "open_files": open_files, "file_mb": file_mb}
@@ -84,7 +82,7 @@ class WorkerPool:
     ) -> Self:
         """A pool in which each sample has a process of its own, at most so many at once."""
         bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
-        bounds |= {"preload": harness.PRELOAD, "once": True}
+        bounds |= {"preload": HARNESS_PRELOAD, "once": True}
         return cls(processes, environments=environments, variables=variables, **bounds)
 
     def grade(
@@ -92,9 +90,8 @@ class WorkerPool:
     ) -> list[Grade]:
         """The results of an environment's samples or steps, in order; each try may take ``deadline_s``.
 
-        ``reference`` and ``options`` name the environment as a list entry does. A completion that ran its
-        grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict ``timeout``.
-        ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
+        A completion that ran its grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict
+        ``timeout``. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
         """
         environment = {"environment": reference, "options": dict(options)}
         futures = [self._ask(environment | item_to_json(item), deadline_s)[1] for item in items]

@@ -27,7 +27,8 @@ _SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model"), ("*.safetens
 def model_directory(name: str | Path, weights: bool = False) -> Path:
     """``name`` itself, or where the hub's files of that name lie: settings and tokenizer, with ``weights`` all of it.
 
-    The model of a GGUF file lies in a cache, see `cached_import`. Without a network, or with ``HF_HUB_OFFLINE=1``, it is what the cache has.
+    The model of a GGUF file lies in a cache, see `cached_import`.
+    Without a network, or with ``HF_HUB_OFFLINE=1``, it is what the cache has.
 
     Raises:
         ConfigError: there is neither such a directory nor such a name, or it may not be read.

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.environments.client import EnvironmentClient, ServedEnvironment
+from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.process import EnvironmentCounters, EnvironmentServerProcess
+from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.platform.groups import ParallelGroups

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.environments.client import ServedEnvironment
+from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine

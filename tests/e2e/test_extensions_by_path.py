@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.environments.templates import KINDS as TEMPLATES
+from megatron_rl.environments.__main__ import template_of
 from tests.support.forks import REPOSITORY, run_python
 from tests.support.runs import RL, TINY, command
 from tests.support.tiny import write_tokenizer
@@ -22,7 +22,7 @@ KINDS = {
     "rl-correction": "from megatron_rl.algorithms.corrections.token_tis import Correction as Mine",
     "rl-group-filter": "from megatron_rl.algorithms.filters.signal import Filter as Mine",
     "rl-rollout-quantization": "from megatron_rl.quantization.recipes.int8 import RECIPE as Mine",
-    "environment": TEMPLATES["grade"][0].format(name="mine", class_name="Mine").replace(" even? ", "*2="),
+    "environment": template_of("grade").substitute(name="mine", class_name="Mine").replace(" even? ", "*2="),
 }
 """Flag -> a file that defines ``Mine``; the environment stands in a YAML list."""
 FORMS = ("{kind}.py", "inside/{kind}.py", "{folder}/inside/{kind}.py", "{kind}", "inside.{kind}")

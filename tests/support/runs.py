@@ -141,7 +141,7 @@ def _main(job: Path) -> None:
     from megatron_rl.run.preflight import inputs
 
     # It costs a Python process: the commands share what was found in a list that they share.
-    inputs.surveyed = functools.cache(inputs.surveyed)
+    inputs.survey_list = functools.cache(inputs.survey_list)
     rank = os.environ["RANK"]
     for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:

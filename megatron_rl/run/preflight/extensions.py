@@ -1,6 +1,6 @@
 """Extensions that the flags name: imported and called once before a run, where nothing that their files do can end it.
 
-Those of files outside the library have a process for that, as environments have (`environments.loading`).
+Those of files outside the library have a process for that, as environments have (`environments.child`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.flags import flags_of
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.environments.loading import all_but_failing
+from megatron_rl.environments.child import run_in_children
 from megatron_rl.errors import Problem, collecting
 
 OF_RL = frozenset(flag.name for flag in flags_of(AlgorithmConfig))
@@ -29,7 +29,7 @@ def extension_problems(config: RLConfig) -> tuple[RLConfig, list[Problem]]:
         return config, problems
     arguments = {"values": {flag.name: config.value(flag.name) for flag in all_flags()}, "fields": own}
     seconds = config.environment.rl_environment_load_timeout
-    answer, failures = all_but_failing("call_own", arguments, seconds, "megatron_rl.run.preflight.trial")
+    answer, failures = run_in_children("megatron_rl.run.preflight.trial", "call_own", arguments, seconds)
     found = {name: [line] for name, line in failures.items()} | (answer.result or {})
     problems += [Problem(f"--{name.replace('_', '-')}", line) for name, lines in found.items() for line in lines]
     problems += [Problem(None, line) for line in answer.problems]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.environments.loading import Surveyed, surveyed
+from megatron_rl.environments.loading import Surveyed, survey_list
 from megatron_rl.errors import ConfigError, Problem, collecting
 from megatron_rl.families import model_directory, read_model, weight_problems
 from megatron_rl.run.preflight.chats import chat_format, chat_problems
@@ -103,7 +103,7 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     alone = config.training.eval_only
     supervised = not config.training.perform_rl_step and not alone
     with collecting(problems):
-        found = surveyed(path, config.environment.rl_environment_load_timeout, demonstrations=supervised)
+        found = survey_list(path, config.environment.rl_environment_load_timeout, demonstrations=supervised)
         lines = _environment_faults(config, path, found, supervised)
         problems += [Problem("--langrl-env-config", line) for line in lines]
         if tokenizer is not None and (alone or not all(item.evaluation_only for item in found)):
@@ -171,9 +171,9 @@ def _rewards_below(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[st
     except ConfigError:  # reported elsewhere
         return
     for item in trained if bound is not None else ():
-        if item.lowest_reward < bound:
+        if item.reward_range[0] < bound:
             yield (
-                f"{item.name}: its rewards begin at {item.lowest_reward:g}, and --rl-advantage "
+                f"{item.name}: its rewards begin at {item.reward_range[0]:g}, and --rl-advantage "
                 f"{config.algorithm.rl_advantage} takes none below {bound:g}; use --rl-advantage-args "
-                f"lowest={item.lowest_reward:g}"
+                f"lowest={item.reward_range[0]:g}"
             )

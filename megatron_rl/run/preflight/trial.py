@@ -17,6 +17,7 @@ from megatron_rl.algorithms.batch import Aggregation, CriticValues, Packing, Sam
 from megatron_rl.algorithms.covariance import PicksTokens
 from megatron_rl.algorithms.extension import Baseline, Composed, advantage_of, correction_of, filter_of, loss_of
 from megatron_rl.config.rl_config import RLConfig, all_flags
+from megatron_rl.environments.child import answer_parent
 from megatron_rl.environments.loader import reason_of
 from megatron_rl.environments.tool_calls.parser import Parser, Unreadable
 from megatron_rl.errors import ConfigError, Problem, collecting, shorten
@@ -229,6 +230,4 @@ _CALLS: dict[str, tuple[Callable[[RLConfig, torch.device], None], str]] = {
 }
 
 if __name__ == "__main__":
-    from megatron_rl.environments.loading_child import main  # what it imports the caller's checks need not wait for
-
-    main({"call_own": call_own})
+    answer_parent({"call_own": call_own})

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_rl.environments.loader import ignore
-from megatron_rl.environments.loading_child import survey
+from megatron_rl.environments.loading import survey
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.wire import Address, read_address
 from megatron_rl.errors import ConfigError

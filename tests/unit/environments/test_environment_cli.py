@@ -57,7 +57,8 @@ def test_mistakes_are_one_line(capsys, arguments, message):
 
 def test_list_names_a_broken_environment_among_the_others(capsys, monkeypatch):
     torn = {"torn": ("cannot be imported: KeyError: 'gold'", "Traceback ...")}
-    monkeypatch.setattr("megatron_rl.environments.__main__.found", lambda seconds: ({"arithmetic": "Adds."}, torn))
+    found = {"arithmetic": "Adds."}, torn
+    monkeypatch.setattr("megatron_rl.environments.__main__.list_environments", lambda seconds: found)
     assert main(["list"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "arithmetic  Adds.\ntorn        cannot be imported: KeyError: 'gold'\n"

@@ -156,34 +156,18 @@ def test_bad_keys_of_chats(problems, key, fault):
     assert problem.startswith(fault)
 
 
-ANCHORS = "- a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
-)
-"""Lists of lists, 9**10 texts in all: one message that showed them had 358 MB."""
-MERGES = "- &m0 {k: 1}\n" + "".join(f"- &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 9)}]}}\n" for n in range(1, 14))
-"""The same with mappings that are merged into one another, in 0.9 kB; reading it never ended."""
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("- environment: arithmetic\n  weight: 1" + "0" * 400, "1: weight is 1000"),
         ("- environment: arithmetic\n  weight: 0x1" + "0" * 5000, "1: weight is <int with a number of thousands"),
         ("- environment: arithmetic\n  weight: 1.0e+400", "1: weight is inf; it must be from 0 to 1e+09"),
-        ("- environment: arithmetic\n  weight: 1" + "0" * 5000, "2: not valid YAML: '1000"),
         ("- environment: arithmetic\n  grade_deadline: 1" + "0" * 400, "1: grade_deadline is 1000"),
         ("- environment: arithmetic\n  name: " + "x" * 10**5, "1: name is 'xxx"),
-        ("- " + "[" * 2000 + "]" * 2000, " not valid YAML: nested hundreds of levels deep"),
-        ("- environment: arithmetic\n  args: " + "{a: " * 2000 + "1" + "}" * 2000, " not valid YAML: nested"),
-        ("- environment: arithmetic\n  args: " + "{a: " * 90 + "1" + "}" * 90, "1: args is {'a': {'a': {'a'"),
-        (ANCHORS, " its anchors stand for more than 1,000,000 values"),
-        (MERGES, " its anchors stand for more than 1,000,000 values"),
         ("- &a [*a]\n", "1: an entry must be a mapping such as 'environment: NAME', not [[[[[..."),
         ("- environment: arithmetic\n  args: {seed: &a [*a]}\n", "1: args is {'seed': [[[[...]]]]}; it must be"),
         ("- environment: arithmetic\n  args: {seed: 2020-01-01}\n", "1: args is {'seed': datetime.date(2020, 1, 1)};"),
         ("- environment: arithmetic\n  args: {seed: .nan}\n", "1: args is {'seed': nan}; it must be plain JSON"),
-        ("- environment: arithmetic\n  args: {seed: " + "x" * 200_000 + "}\n", "1: args has 200,0"),
-        ("- environment: arithmetic\n" * 2000, " has 2,000 entries; at most 1,000"),
         ("- environment: nothing\n" * 40, "1: unknown environment 'nothing'"),
         ("- environment: " + "x" * 10**6, "1: unknown environment 'xxx"),
         ("# " + "x" * 2**20, "has more than 1 MiB"),
@@ -216,14 +200,6 @@ def test_keys_given_twice_are_refused(problems):
     assert problems("- environment: arithmetic\n  weight: 1\n  weight: 2\n") == ["3: 'weight' is given twice"]
     [problem] = problems("- {environment: arithmetic, agent_type: Arithmetic}\n")
     assert "keep one" in problem
-
-
-@pytest.mark.parametrize(
-    "value", ['!!int ""', "!!int x", '!!float ""', "!!timestamp x", "!!bool x", "!!binary é", "!!set [a]", "1" * 5000]
-)
-def test_a_value_that_is_none_of_its_type_is_named_with_its_line(problems, value):
-    [problem] = problems(f"- environment: arithmetic\n- environment: arithmetic\n  weight: {value}\n")
-    assert problem.startswith("3: not valid YAML: ")
 
 
 def test_keys_given_twice_are_refused_at_every_depth(problems):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_rl.environments.__main__ import main
-from megatron_rl.environments.loading import surveyed
+from megatron_rl.environments.loading import survey_list
 from megatron_rl.environments.selftest import rehearse
 from tests.unit.environments.conftest import problems_of
 from tests.unit.environments.harnesses import Talk
@@ -48,7 +48,7 @@ def test_without_the_openai_package_the_line_names_the_extra(tmp_path, hostile_p
 def test_the_checks_of_a_run_know_a_harness(tmp_path, hostile_path):
     path = tmp_path / "list.yaml"
     path.write_text("- environment: harnesses:Talk\n- environment: arithmetic\n")
-    assert [each.is_harness for each in surveyed(path)] == [True, False]
+    assert [each.is_harness for each in survey_list(path)] == [True, False]
 
 
 def test_new_writes_a_harness_whose_test_passes(capsys, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.environments.client import RUNNING, EnvironmentClient
 from megatron_rl.environments.process import EnvironmentServerProcess
-from megatron_rl.environments.scripted import always, scripted_model
+from megatron_rl.environments.selftest import always, scripted_model
 from megatron_rl.types import HarnessRun, Task, Transcript
 from tests.unit.environments.conftest import is_gone
 

@@ -20,7 +20,7 @@ import pytest
 
 from megatron_rl.environments import child
 from megatron_rl.environments.sandbox import sandbox_problem
-from megatron_rl.environments.scripted import always, script_of, scripted_model
+from megatron_rl.environments.selftest import always, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Grade, HarnessRun, Task

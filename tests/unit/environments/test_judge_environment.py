@@ -8,15 +8,15 @@ import json
 import httpx
 import pytest
 
-from megatron_rl.environments.harness import run_harness
 from megatron_rl.environments.judging import Judge, JudgeSettings
 from megatron_rl.environments.loader import find_environment
-from megatron_rl.environments.scripted import script_of, scripted_model
+from megatron_rl.environments.selftest import script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import HarnessRun
 
 openai = pytest.importorskip("openai", reason="the extra agents is not installed")
+from megatron_rl.environments.harness import run_harness  # noqa: E402 - it needs the extra, too
 
 
 @pytest.fixture

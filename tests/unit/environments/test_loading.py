@@ -5,7 +5,8 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from megatron_rl.environments.loading import KEPT_OUTPUT, found, inspected, surveyed
+from megatron_rl.environments.child import KEPT_OUTPUT
+from megatron_rl.environments.loading import list_environments, self_test, survey_list
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from tests.unit.environments.wild_modules import GOOD, WILD
@@ -21,11 +22,11 @@ def wild(tmp_path, monkeypatch):
 
 
 def test_each_wild_module_of_a_list_gets_its_line(wild, monkeypatch, capfd):
-    monkeypatch.setattr("megatron_rl.environments.loading.MAX_FAILURES", len(WILD))
+    monkeypatch.setattr("megatron_rl.environments.child.MAX_FAILURES", len(WILD))
     path = wild / "list.yaml"
     path.write_text("".join(f"- environment: {name}:Made\n" for name in ["good_x", *WILD]))
     with pytest.raises(ConfigError) as error:
-        surveyed(path, seconds=2.0)
+        survey_list(path, seconds=2.0)
     problems = error.value.lines
     assert len(problems) == len(WILD)
     for line, (name, problem) in enumerate(zip(WILD, problems, strict=True), start=2):
@@ -41,7 +42,7 @@ def test_a_list_that_is_sound_is_surveyed(wild):
         "- {environment: good_x:Made, name: a}\n"
         "- {environment: arithmetic, args: {train_tasks: 4, test_tasks: 3}, evaluation_only: true}\n"
     )
-    one, two = surveyed(wild / "list.yaml", seconds=60.0, demonstrations=True)
+    one, two = survey_list(wild / "list.yaml", seconds=60.0, demonstrations=True)
     assert (one.name, one.evaluation_only, one.test_tasks, one.first_chat) == ("a", False, 1, None)
     assert (two.name, two.evaluation_only, two.test_tasks, two.demonstrates) == ("arithmetic", True, 3, False)
 
@@ -49,13 +50,13 @@ def test_a_list_that_is_sound_is_surveyed(wild):
 def test_problems_of_other_entries_are_told_beside_a_wild_one(wild):
     (wild / "list.yaml").write_text("- environment: exits:Made\n- environment: arithmatic\n")
     with pytest.raises(ConfigError) as error:
-        surveyed(wild / "list.yaml", seconds=60.0)
+        survey_list(wild / "list.yaml", seconds=60.0)
     assert "ended the process with status 0" in error.value.lines[0]
     assert "did you mean 'arithmetic'" in error.value.lines[1]
 
 
 def test_the_self_test_of_a_wild_environment_is_one_line(wild):
-    inspection = inspected("crashes:Made", [], 10, seconds=60.0)
+    inspection = self_test("crashes:Made", [], 10, seconds=60.0)
     assert inspection.problems == (
         "environment 'crashes:Made' was killed by SIGSEGV while its module was imported; mend it, or leave it out",
     )
@@ -64,13 +65,13 @@ def test_the_self_test_of_a_wild_environment_is_one_line(wild):
 def test_a_grader_that_ends_the_process_is_named(wild):
     source = GOOD.replace("NAME", "graceless").replace("return 0.0", "import os; os._exit(0)")
     (wild / "graceless.py").write_text(source)
-    [problem] = inspected("graceless:Made", [], 10, seconds=60.0).problems
+    [problem] = self_test("graceless:Made", [], 10, seconds=60.0).problems
     assert "ended the process with status 0 while it graded '' to task 'train'" in problem
 
 
 def test_output_is_kept_in_part(wild):
     (wild / "talks.py").write_text("print('a' * 10**6 + 'the end')\n" + GOOD.replace("NAME", "talks"))
-    inspection = inspected("talks:Made", ["size=3"], 10, seconds=60.0)
+    inspection = self_test("talks:Made", ["size=3"], 10, seconds=60.0)
     assert inspection.problems == ()
     assert inspection.output.rstrip().endswith("the end")
     assert len(inspection.output) <= KEPT_OUTPUT
@@ -85,7 +86,7 @@ def test_wild_modules_do_not_hide_the_others(wild):
     names = ("exits", "good_x", "interrupts", "odd", "raises")
     points = "".join(f"{name} = {name}:Made\n" for name in names)
     (info / "entry_points.txt").write_text(f"[megatron_rl.environments]\n{points}")
-    environments, broken = found(seconds=60.0)
+    environments, broken = list_environments(seconds=60.0)
     assert environments["good_x"] == "Is fine."
     assert environments["odd"] == "7"
     assert "arithmetic" in environments

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.environments.loader import find_environment
-from megatron_rl.environments.scripted import always, script_of, scripted_model
+from megatron_rl.environments.selftest import always, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import HarnessRun

@@ -11,8 +11,7 @@ import pytest
 
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.sandbox import sandbox_problem
-from megatron_rl.environments.scripted import always, script_of, scripted_model
-from megatron_rl.environments.selftest import run_checks
+from megatron_rl.environments.selftest import always, run_checks, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
 from megatron_rl.tokenizer import load_tokenizer

@@ -253,7 +253,7 @@ def test_over_rest_with_tools_made_in_workers(here: Path) -> None:
     assert list(served.chat.tools) == list(find_environment("prices.py:Prices").tools)
     assert going_on.continuation.messages[0]["content"] == "37"
     assert going_on.metrics == {"tool_calls": 1.0, "bad_tool_calls": 0.0}
-    [surveyed] = loading.surveyed(here / "list.yaml")
+    [surveyed] = loading.survey_list(here / "list.yaml")
     assert surveyed.chat == served.chat
 
 
@@ -271,6 +271,6 @@ def test_schemas_that_an_author_wrote_are_checked_before_a_run(here: Path, tools
     )
     (here / "list.yaml").write_text("- environment: odd.py:Odd\n")
     with pytest.raises(ConfigError) as refused:
-        loading.surveyed(here / "list.yaml")
+        loading.survey_list(here / "list.yaml")
     [line] = refused.value.lines
     assert line.startswith(f"odd: its tools cannot be shown to a model: {complaint}")

@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.environments.base import split_of
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.sandbox import sandbox_problem
-from megatron_rl.environments.scripted import always, scripted_model
+from megatron_rl.environments.selftest import always, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import HarnessRun

@@ -125,7 +125,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 
 def _found(name: str, is_chat: bool, chat: ChatFormat) -> Surveyed:
-    return Surveyed(name, False, 0.0, 1, "0" if is_chat else None, False, None, chat=chat)
+    return Surveyed(name, 1.0, False, 1, test_tasks=1, first_chat="0" if is_chat else None, chat=chat)
 
 
 def _chat_lines(tokenizer: Path, found: list[Surveyed], **flags: Any) -> list[str]:

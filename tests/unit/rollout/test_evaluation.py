@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.environments.client import ServedEnvironment
 from megatron_rl.environments.results import is_right
+from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator, powers_of_two_up_to
