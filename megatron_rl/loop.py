@@ -12,7 +12,6 @@ from __future__ import annotations
 from contextlib import closing
 
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.rl import RLRun, build
 from megatron_rl.run.training import StepResult, train
 
@@ -25,7 +24,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
     parity: dict[str, float] | None = None
     while parity is None:  # once more where the gate has changed the rollouts' format
         start, skipped = run.source.position(), run.source.skipped_too_long
-        with run.timer.phase("gen"), naming_memory(run.config, "rollout"):
+        with run.timer.phase("gen"):
             with closing(run.open_journal(step, seed)) as journal, run.phases.rollouts():
                 rollouts = run.collector.collect(seed, run.progress.policy_version, journal)
         if rollouts is None:
@@ -38,7 +37,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
             run.source.return_to(start)
 
     critic_alone = step <= run.config.critic.rl_critic_warmup_steps
-    with naming_memory(run.config, "update"), run.phases.update():
+    with run.phases.update():
         outcome = run.trainer.step(updates, rewards, critic_alone)
     run.parity.judge_correction(outcome.metrics)
 

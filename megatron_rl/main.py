@@ -267,7 +267,7 @@ def _watchdog(config: RLConfig, groups: ParallelGroups, stop: StopRequest) -> Wa
 
 def _mark_as_failed(config: RLConfig, groups: ParallelGroups, error: str) -> None:
     """Whatever ended the run, its record says so; where the disk is full, the message on the screen has to do."""
-    from megatron_rl.run.live_report import start_report
+    from megatron_rl.run.reporting import start_report
 
     if groups.is_main:
         directory = RunDirectory(Path(config.logging.run_dir))

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.run.base import Run
-from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import build_evaluator_alone
-from megatron_rl.run.rescue import naming_memory
+from megatron_rl.run.resume import PromptFormats
 from megatron_rl.run.training import StepResult, TrainingRun, assemble, start_training, train
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
@@ -52,7 +51,7 @@ def supervised_step(run: SupervisedRun, step: int) -> StepResult:
         batch = run.source.draw(run.config.training.global_batch_size)
         mine = batch[run.groups.data_rank :: run.groups.data_size]
         micro_batches = run.batches.pack(mine, seed=step)
-    with naming_memory(run.config, "update"), run.phases.update():
+    with run.phases.update():
         outcome = run.trainer.step(micro_batches)
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, [micro_batches])

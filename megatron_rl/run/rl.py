@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
 from megatron_rl.algorithms import StepRewards
-from megatron_rl.algorithms.extension import advantage_of, filter_of
+from megatron_rl.algorithms.extension import Function, advantage_of, filter_of
 from megatron_rl.algorithms.objective import PolicyObjective
-from megatron_rl.checkpoint.tensors import weights_fingerprint
+from megatron_rl.checkpoint.hf.load import load_hf
+from megatron_rl.checkpoint.state import StateRegistry
+from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rules import teacher_of
+from megatron_rl.families import read_model
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models.attention.kv_numbers import rounded_attention
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.models.routing import BalanceLosses
+from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.collector import Collector, DynamicSampling, StepRollouts
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
@@ -27,16 +35,15 @@ from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, reward_by_environment, rollout_metrics
 from megatron_rl.run.base import Run
-from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import (
     build_engine,
     build_evaluator,
     build_rollouter,
     calibration_requests,
     request_factory,
+    stop_strings,
 )
-from megatron_rl.run.rescue import naming_memory
-from megatron_rl.run.teaching import build_advantage, build_scorer, build_teacher
+from megatron_rl.run.resume import PromptFormats
 from megatron_rl.run.training import TrainingRun, assemble, start_training
 from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
@@ -44,7 +51,10 @@ from megatron_rl.trainer.parity import ParityGate
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
 from megatron_rl.trainer.update import Updates
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -88,7 +98,7 @@ class RLRun(TrainingRun):
         """What the parity gate logs where it is due; None where the step is to be done again. Collective."""
         if not self.parity.is_due(step):
             return {}
-        with naming_memory(self.config, "update"), self.timer.phase("parity"):
+        with self.phases.update(), self.timer.phase("parity"):
             report = self.parity.check(updates, rewards)
             return None if self.parity.act_on(report) else self.parity.logged(step, report)
 
@@ -124,7 +134,7 @@ def build(base: Run) -> RLRun:
     prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
     formats = states.register("chats", PromptFormats(base.tokenizer, prompts), optional=True)
     if groups.is_main:
-        formats.warn_of_open_ends(config)
+        formats.warn_of_open_ends([*base.tokenizer.end_token_ids, *stop_strings(config, base.tokenizer)[0]])
     source = PromptSource(
         pools,
         lambda task, environment: base.tokenizer.encode_prompt(task.prompt, environment),
@@ -169,6 +179,43 @@ def build(base: Run) -> RLRun:
         evaluator=build_evaluator(base, rollouter) if evaluates else None,
         journal=_journal(base),
     )  # fmt: skip
+
+
+def build_scorer(
+    config: RLConfig, policy: PolicyModel, groups: ParallelGroups, balance: BalanceLosses | None = None
+) -> Scorer:
+    """Log-probs of the distribution that is sampled; ``balance`` of a model that is trained."""
+    return Scorer(policy, groups, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer, balance)
+
+
+def build_teacher(base: Run, states: StateRegistry) -> Teacher | None:
+    """The model of `--rl-teacher-load-hf`, in the policy's layout; collective. A resumed run compares it.
+
+    Raises:
+        CheckpointError: its files are damaged, or it is not the teacher that the run began with.
+    """
+    config, groups = base.config, base.groups
+    if not config.wants_teacher:
+        return None
+    path = config.teacher.rl_teacher_load_hf
+    logger.info("teacher: %s", path)
+    model = build_model(teacher_of(config, groups.world_size), current_platform(), base.policy.vocab_size)
+    load_hf(read_model(path), model, groups)
+    for gpt in model.chunks:
+        gpt.eval().requires_grad_(False)
+    stays = "teacher" in config.rollout.rl_keep_in_rollouts
+    teacher = Teacher(model, build_scorer(config, model, groups), path, fingerprints(model, groups), stays)
+    base.phases.hold_teacher(teacher.storages)
+    return states.register("teacher", teacher, optional=True)
+
+
+def build_advantage(config: RLConfig) -> Function:
+    """That of the rewards, and of the teacher where it is part of the advantage."""
+    advantage, teacher = advantage_of(config), config.teacher
+    if not config.wants_teacher:
+        return advantage
+    weight = teacher.rl_teacher_weight if teacher.rl_teacher_as == "advantage" else 0.0
+    return TaughtAdvantage(of_rewards=advantage, weight=weight, reward_weight=teacher.rl_reward_weight)
 
 
 def _critic(base: Run, critic: Optimization | None) -> Critic | None:

@@ -18,9 +18,8 @@ from megatron_rl.platform.memory import is_out_of_memory
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import evaluate
 from megatron_rl.run.progress import note_signal
-from megatron_rl.run.settings import Settings
+from megatron_rl.run.resume import Settings
 from megatron_rl.run.weights import Start, start_weights
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.optimizer import Optimization
@@ -169,7 +168,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
     progress, started = run.progress, time.monotonic()
     if progress.step == 0 and run.evaluator is not None and not progress.evaluated_first:
         with run.timer.phase("eval"):
-            before = evaluate(run, run.evaluator)
+            before = run.evaluate(run.evaluator)
         if before is None:
             return _stop(run)
         run.reporter.step(0, before, run.policy)
@@ -185,7 +184,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
         best = False
         if run.evaluator is not None and run.is_due(run.config.training.eval_interval):
             with run.timer.phase("eval"), finished_steps_kept(run):
-                held_out = evaluate(run, run.evaluator)
+                held_out = run.evaluate(run.evaluator)
             result.metrics.update(held_out or {})
             best = held_out is not None and run.is_best(held_out)
         result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)

@@ -195,12 +195,6 @@ def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[s
     }
 
 
-def sequence_advantages(batch: TokenBatch) -> dict[tuple[int, int], float]:
-    """The mean advantage of the tokens of each sequence, by the number of its sample and its own in the sample."""
-    numbers = zip(batch.samples.sample_id, batch.samples.sequence.tolist(), strict=False)
-    return dict(zip(numbers, batch.sequence_means(batch.advantages).tolist(), strict=False))
-
-
 def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
     """Optimizer metrics of a step's updates: the mean norm, the last learning rate."""
     metrics = {

@@ -21,7 +21,7 @@ from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
-from megatron_rl.run.teaching import build_scorer
+from megatron_rl.run.rl import build_scorer
 from megatron_rl.run.weights import first_critic
 from megatron_rl.trainer import optimizer
 from megatron_rl.trainer.batches import BatchBuilder

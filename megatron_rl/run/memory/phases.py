@@ -17,22 +17,26 @@ there, without the teacher.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.errors import MemoryExhausted
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, max_over
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.memory import DeviceMemory, storages_of
+from megatron_rl.platform.memory import DeviceMemory, OutOfMemoryTogether, is_out_of_memory, reason_of, storages_of
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.memory.cache import CacheResidency, in_words, plan_cache
 from megatron_rl.run.memory.estimate import Estimate, estimate, slot_bytes
-from megatron_rl.run.memory.holdings import Gradients, OptimizerState, Weights, size_of
+from megatron_rl.run.memory.holdings import Holdings, Weights, size_of
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.types import Request
 
@@ -135,15 +139,20 @@ class Phases:
 
     @contextlib.contextmanager
     def rollouts(self, quantized: bool = True) -> Iterator[None]:
-        """The model generates in here, on quantised weights if there are any and they are wanted."""
-        training, numbers = self._training, self.quantization
-        with rollout_mode(self._policy, () if training is None else training.optimization.wrapped):
+        """The model generates in here, on quantised weights if there are any and they are wanted.
+
+        Raises:
+            MemoryExhausted: it did not fit; says what to lower.
+        """
+        training, copies = self._training, self.quantization
+        wrapped = () if training is None else training.optimization.wrapped
+        with _out_of_memory_reported(self._config, "rollout"), rollout_mode(self._policy, wrapped):
             try:
                 if training is not None:
                     training.leave()
-                if quantized and numbers.wants_calibration:
+                if quantized and copies.wants_calibration:
                     self._calibrate()
-                with numbers.rollout() if quantized else numbers.linears.suspended():
+                with copies.rollout() if quantized else copies.linears.suspended():
                     if training is not None and quantized:
                         training.leave_weights()
                     self._cache.before_rollout()
@@ -159,9 +168,14 @@ class Phases:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """The trainer takes optimizer steps in here; what the rollouts need has left if the room is wanted."""
-        self._release_copies()  # a parity check has made them since the rollout
-        yield
+        """The trainer scores and takes optimizer steps in here; what rollouts need has left if the room is wanted.
+
+        Raises:
+            MemoryExhausted: it did not fit; says what to lower.
+        """
+        with _out_of_memory_reported(self._config, "update"):
+            self._release_copies()  # a parity check has made them since the rollout
+            yield
 
     @contextlib.contextmanager
     def save(self) -> Iterator[None]:
@@ -174,9 +188,9 @@ class Phases:
         training, weights = self._training, storages_of(self._policy.parameters())
         return {
             "weights": size_of(weights if training is None else training.weights.storages),
-            "gradients": 0 if training is None else size_of(training.gradients.storages),
-            "optimizer": 0 if training is None else size_of(training.state.storages),
-            "critic": 0 if training is None or training.critic is None else training.critic.held,
+            "gradients": 0 if training is None else size_of(training.policy.gradients.storages),
+            "optimizer": 0 if training is None else size_of(training.policy.state.storages),
+            "critic": 0 if training is None or training.critic is None else training.critic.size,
             "quantized": self.quantization.linears.held_bytes,
             "teacher": size_of(self._teacher),
             "kv_cache": 0 if self._engine is None else size_of(storages_of(self._engine.cache_tensors)),
@@ -203,6 +217,51 @@ class Phases:
                 engine.step()
 
 
+@contextlib.contextmanager
+def _out_of_memory_reported(config: RLConfig, phase: Literal["rollout", "update"]) -> Iterator[None]:
+    """Report an allocation that fails inside as one line that says what to lower.
+
+    Raises:
+        MemoryExhausted: in its place, once the memory that the failed call held is free again.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # Logits, activations and cache views are alive in the frames of the failed call: saving may need their room.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        where = "a rollout" if phase == "rollout" else "an update"
+        advice = _advice_for_rollouts(config) if phase == "rollout" else _advice_for_updates(config)
+        text = f"out of memory in {where} ({reason_of(error)}): {advice}"
+        raise MemoryExhausted(text, on_all_ranks=isinstance(error, OutOfMemoryTogether)) from None
+
+
+def _advice_for_rollouts(config: RLConfig) -> str:
+    rollout = config.rollout
+    budget, share = rollout.inference_dynamic_batching_buffer_size_gb, rollout.rl_rollout_memory_fraction
+    cache = f"--inference-dynamic-batching-buffer-size-gb ({'not given' if budget is None else budget})"
+    if share is not None:
+        cache = f"--rl-rollout-memory-fraction ({share:g})"
+    offload = ", or give --rl-offload-optimizer-during-inference"
+    return (
+        f"lower --inference-max-batch-size ({rollout.inference_max_batch_size}), {cache} or --rl-max-new-tokens "
+        f"({rollout.rl_max_new_tokens}){'' if rollout.rl_offload_optimizer_during_inference else offload}"
+    )
+
+
+def _advice_for_updates(config: RLConfig) -> str:
+    training = config.training
+    more = "recompute layers with --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if config.kernels.recompute_granularity == "full":
+        more = "use more tensor-parallel ranks"
+    return (
+        f"lower --rl-sequence-packing-bin-size ({training.rl_sequence_packing_bin_size}) or --micro-batch-size "
+        f"({training.micro_batch_size}), or {more}"
+    )
+
+
 class _Training:
     """What training holds, and which of it rollouts do without."""
 
@@ -214,15 +273,15 @@ class _Training:
         quantization: RolloutQuantization,
     ) -> None:
         self.optimization = optimization
-        self.critic = None if critic is None else _Critic(critic)
-        self.gradients = Gradients(optimization)
-        self.state = OptimizerState(optimization)
+        self.policy = Holdings(optimization)
+        self.critic = None if critic is None else Holdings(critic, with_weights=True)  # no rollout reads any of it
+        self.models = [self.policy] if self.critic is None else [self.policy, self.critic]
         self.weights = Weights(optimization)
         self.offloads = config.rollout.rl_offload_optimizer_during_inference
         self._quantization = quantization
         self._keeps = config.rollout.rl_keep_in_rollouts
         self._reads_all_weights = config.quantization.rl_evaluate_unquantized or quantization.wants_calibration
-        self._told = ""
+        self._reported = ""
 
     @property
     def _unread(self) -> list[torch.nn.Parameter]:
@@ -236,36 +295,35 @@ class _Training:
 
         Weights count where all rollouts are quantised: none evaluates without, and none calibrates first.
         """
-        unread, weights = set(self._unread), 0
+        unread, size = set(self._unread), 0
         if unread and not self._reads_all_weights:
             read = [parameter for parameter in self.optimization.policy.parameters() if parameter not in unread]
-            weights = size_of(self.weights.storages) - sum(parameter.nbytes for parameter in read)
-        held = [self] if self.critic is None else [self, self.critic]
-        gradients = 0 if "gradients" in self._keeps else sum(size_of(one.gradients.storages) for one in held)
-        return weights + gradients + (sum(size_of(one.state.storages) for one in held) if self.offloads else 0)
+            size = size_of(self.weights.storages) - sum(parameter.nbytes for parameter in read)
+        if "gradients" not in self._keeps:
+            size += sum(size_of(model.gradients.storages) for model in self.models)
+        return size + (sum(size_of(model.state.storages) for model in self.models) if self.offloads else 0)
 
     def to_come(self, estimate: Estimate) -> int:
         """Bytes of optimizer state that the first update will make."""
-        of_critic = 0 if self.critic is None else max(0, estimate.critic - self.critic.held)
-        return max(0, estimate.optimizer - size_of(self.state.storages)) + of_critic
+        of_critic = 0 if self.critic is None else max(0, estimate.critic - self.critic.size)
+        return max(0, estimate.optimizer - size_of(self.policy.state.storages)) + of_critic
 
     def leave(self) -> None:
         """Gradients, and if that was asked for the optimizer's state and all of the critic."""
-        held = [self] if self.critic is None else [self, self.critic]
-        before = sum(size_of(one.state.storages) for one in held)
-        for one in held if "gradients" not in self._keeps else ():
-            one.gradients.leave()
+        before = sum(size_of(model.state.storages) for model in self.models)
+        for model in self.models if "gradients" not in self._keeps else ():
+            model.gradients.leave()
         if not self.offloads:
             return
-        for one in held:
-            one.state.leave()
+        for model in self.models:
+            model.state.leave()
         what = "optimizer state" if self.critic is None else "optimizer state and critic"
         text = f"during rollouts {in_words(before)} of {what} wait on the host"
         if self.optimization.policy.device.type != "cuda":
             text += "; without a GPU the host's memory is the only one, so that gains nothing"
-        if text != self._told:
+        if text != self._reported:
             logger.info("%s", text)
-        self._told = text
+        self._reported = text
 
     def leave_weights(self) -> None:
         """Those that have quantised copies, made by now."""
@@ -274,22 +332,9 @@ class _Training:
 
     def come_home(self) -> None:
         """Everything an update needs; collective where weights have left."""
-        self.state.come_home()
+        self.policy.state.come_home()
         self.weights.come_home()
-        self.gradients.come_home()
+        self.policy.gradients.come_home()
         if self.critic is not None:
             self.critic.state.come_home()
             self.critic.gradients.come_home()
-
-
-class _Critic:
-    """Of a critic all may leave, rollouts read none of it."""
-
-    def __init__(self, optimization: Optimization) -> None:
-        self.gradients = Gradients(optimization)
-        self.state = OptimizerState(optimization, with_weights=True)
-
-    @property
-    def held(self) -> int:
-        """Bytes on the device now."""
-        return size_of(self.gradients.storages) + size_of(self.state.storages)
