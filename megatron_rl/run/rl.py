@@ -172,8 +172,11 @@ def build(base: Run) -> RLRun:
         ),
         trainer=PolicyTrainer(
             start.optimization, scorer, build_advantage(config), PolicyObjective.of(config),
-            algorithm.grpo_iterations, start.reference, groups, base.timer, teacher, _critic(base, start.critic),
-            algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
+            algorithm.grpo_iterations, base.timer,
+            reference=start.reference,
+            teacher=teacher,
+            critic=_critic(base, start.critic),
+            reward_kl_beta=algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
         ),
         parity=_parity_gate(base, scorer, engine),
         evaluator=build_evaluator(base, rollouter) if evaluates else None,

@@ -29,7 +29,7 @@ class ValueScorer(PackedForward):
     def after(self, output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """[T] fp32: what is expected after each token; ``output`` [W, 1] is that of `forward`."""
         values = output[:, 0]
-        return values if batch.packing.share is None else batch.packing.share.whole(values, self._context_group)
+        return values if batch.packing.share is None else batch.packing.share.whole(values, self.groups.context_group)
 
     @torch.no_grad()
     def all_after(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ class Critic:
             for batch, after in zip(batches, self.scorer.all_after(batches), strict=True)
         ]
 
-    def update(self, updates: Updates, groups: ParallelGroups) -> tuple[dict[str, float], list[UpdateOutcome]]:
+    def update(self, updates: Updates) -> tuple[dict[str, float], list[UpdateOutcome]]:
         """One optimizer step for each of ``updates``; collective. Metrics under verl's names, and the outcomes."""
         outcomes: list[UpdateOutcome] = []
         sums: list[Sums] = []
@@ -96,7 +96,7 @@ class Critic:
             outcome, seen = update(self.optimization, part, self.scorer.forward, self._loss)
             outcomes.append(outcome)
             sums += seen
-        totals = reduced(sums, groups.loss_group, self.optimization.policy.device)
+        totals = reduced(sums, self.scorer.groups.loss_group, self.scorer.device)
         tokens = max(float(totals.pop("tokens")), 1.0)
         metrics = {name: float(total) / tokens for name, total in totals.items()}
         metrics |= {

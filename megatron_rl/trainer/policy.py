@@ -16,11 +16,9 @@ from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objecti
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.collectives import gather_vectors
-from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.critic import Critic, value_metrics, whitened
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
-from megatron_rl.trainer.picking import picked
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.trainer.update import Sums, Updates, reduced, update
@@ -93,9 +91,9 @@ class PolicyTrainer:
     advantage: Function
     objective: PolicyObjective
     iterations: int
-    reference: ReferencePolicy | None
-    groups: ParallelGroups
     timer: PhaseTimer
+    reference: ReferencePolicy | None = None
+    """None without a KL penalty."""
     teacher: Teacher | None = None
     critic: Critic | None = None
     """None where the advantage needs none."""
@@ -110,12 +108,13 @@ class PolicyTrainer:
         if not updates:
             return TrainOutcome({}, ())
         scored = self._score(_each(updates, lambda batch: replace(batch, step=rewards)))
-        metrics = advantage_metrics(scored, self.groups.data_group)
+        groups, device = self.scorer.groups, self.scorer.device
+        metrics = advantage_metrics(scored, groups.data_group)
         of_critic: list[UpdateOutcome] = []
         if self.critic is not None:
             with self.timer.phase("update_critic"):
-                own, of_critic = self.critic.update([*scored] * self.iterations, self.groups)
-            metrics |= own | value_metrics(scored, self.groups, self.scorer.device)
+                own, of_critic = self.critic.update([*scored] * self.iterations)
+            metrics |= own | value_metrics(scored, groups, device)
         outcomes: list[UpdateOutcome] = []
         if not critic_alone:
             sums: list[Sums] = []
@@ -124,7 +123,7 @@ class PolicyTrainer:
                     outcome, seen = update(self.optimization, part, self.scorer.forward, self._loss)
                     outcomes.append(outcome)
                     sums += seen
-                totals = reduced(sums, self.groups.loss_group, self.optimization.policy.device)
+                totals = reduced(sums, groups.loss_group, device)
                 balance = self.scorer.balance_metrics()
             metrics |= objective_metrics(totals) | outcome_metrics(outcomes) | balance
         return TrainOutcome(metrics, scored, outcomes, of_critic)
@@ -151,8 +150,13 @@ class PolicyTrainer:
         updates = _each(updates, self._with_advantages)
         epsilon = getattr(self.advantage, "whitening_epsilon", None)
         if epsilon is not None:
-            updates = whitened(updates, self.groups, self.scorer.device, epsilon)
-        return picked(self.objective.loss, updates, self.groups.data_group)
+            updates = whitened(updates, self.scorer.groups, self.scorer.device, epsilon)
+        select = getattr(self.objective.loss, "select", None)
+        return updates if select is None else [select(part, self._of_all_ranks) for part in updates]
+
+    def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        """The vectors of all training replicas end to end; on the CPU, collective."""
+        return torch.cat(gather_vectors(own, self.scorer.groups.data_group))
 
     def _with_logprobs(self, updates: Updates, name: str) -> Updates:
         """Of the model as it is now, under ``name``."""

@@ -83,8 +83,8 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
     if config.wants_critic:
         critic, advantage = with_critic(config, policy, groups), advantage_of(config)
     trainer = PolicyTrainer(
-        optimization, scorer, advantage, PolicyObjective.of(config), 1, ReferencePolicy(policy), groups, PhaseTimer(),
-        teacher, critic,
+        optimization, scorer, advantage, PolicyObjective.of(config), 1, PhaseTimer(),
+        ReferencePolicy(policy), teacher, critic,
     )  # fmt: skip
     builder = BatchBuilder(48, config.sequence_shares, policy.device, groups, config.stages)
     samples = random_samples(count)

@@ -44,7 +44,7 @@ class Setup:
         reference = ReferencePolicy(self.policy.policy) if reward_kl_beta else None
         self.trainer = PolicyTrainer(
             self.policy, Scorer(self.policy.policy, groups, 1.0), gae.Advantage(**options), PLAIN, 1,
-            reference, groups, PhaseTimer(), None, self.critic, reward_kl_beta,
+            PhaseTimer(), reference, None, self.critic, reward_kl_beta,
         )  # fmt: skip
 
     def values(self, samples: list[Sample]) -> TokenBatch:
