@@ -23,8 +23,7 @@ from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_li
 from megatron_rl.families import model_directory
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
-from megatron_rl.run.memory.estimate import estimate, size_problems
-from megatron_rl.run.memory.estimate_table import report_text
+from megatron_rl.run.memory.estimate import estimate, report_text, size_problems
 from megatron_rl.run.preflight import preflight
 from megatron_rl.run.preflight.inputs import open_tokenizer, vocabulary
 from megatron_rl.run.preflight.machine import (

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import build_evaluator_alone
 from megatron_rl.run.resume import PromptFormats
-from megatron_rl.run.training import StepResult, TrainingRun, assemble, start_training, train
+from megatron_rl.run.training import TrainingRun, assemble, start_training, train
+from megatron_rl.trainer.policy import TrainOutcome
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
 
@@ -44,7 +45,7 @@ def build(base: Run) -> SupervisedRun:
     )  # fmt: skip
 
 
-def supervised_step(run: SupervisedRun, step: int) -> StepResult:
+def supervised_step(run: SupervisedRun, step: int) -> TrainOutcome:
     """One update on demonstrations; the denominator of the loss is the batch's answer tokens."""
     skipped = run.source.skipped_too_long
     with run.timer.phase("data"):
@@ -56,12 +57,7 @@ def supervised_step(run: SupervisedRun, step: int) -> StepResult:
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, [micro_batches])
     outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long - skipped)
-    return StepResult(
-        outcome.metrics,
-        applied_updates=outcome.applied_updates,
-        skipped_updates=outcome.skipped_updates,
-        tokens=int(outcome.metrics["perf/total_num_tokens"]),
-    )
+    return replace(outcome, updates=(), tokens=int(outcome.metrics["perf/total_num_tokens"]))
 
 
 def execute(run: SupervisedRun) -> str:

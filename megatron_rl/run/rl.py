@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,7 +47,7 @@ from megatron_rl.run.training import TrainingRun, assemble, start_training
 from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.parity import ParityGate
-from megatron_rl.trainer.policy import PolicyTrainer
+from megatron_rl.trainer.policy import PolicyTrainer, TrainOutcome
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
@@ -103,14 +102,16 @@ class RLRun(TrainingRun):
             return None if self.parity.act_on(report) else self.parity.logged(step, report)
 
     def step_metrics(
-        self, rollouts: StepRollouts, rewards: StepRewards, of_update: Mapping[str, float]
+        self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome
     ) -> dict[str, float]:
-        """Of a step that is done, ``of_update`` among them; its rollouts count from now on. Collective."""
+        """Of a step that is done; its rollouts count from now on. Collective."""
         replicas, signal = self.groups.rollout_group, rewards.signal[list(rollouts.numbers)].tolist()
         return {
             **rollout_metrics(list(rollouts.answered.values()), replicas),
             **engine_metrics(rollouts.statistics, replicas),
-            **reward_metrics(rewards), **of_update,
+            **reward_metrics(rewards), **outcome.metrics,
+            "training/updates": float(len(outcome.of_policy)),
+            "training/samples_per_update": float(rewards.in_loss.sum()) / max(1, len(outcome.updates)),
             **reward_by_environment(rollouts.groups, signal, replicas),
             **environment_metrics(self.environments.counters.since_last_call(), rollouts.failures),
             **self.collector.commit(rollouts),

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,21 +23,10 @@ from megatron_rl.run.resume import Settings
 from megatron_rl.run.weights import Start, start_weights
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.optimizer import Optimization
-from megatron_rl.trainer.policy import PolicyTrainer
+from megatron_rl.trainer.policy import PolicyTrainer, TrainOutcome
 from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class StepResult:
-    """What a step leaves for the log."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    applied_updates: int = 0
-    skipped_updates: int = 0
-    critic_updates: int = 0
-    tokens: int = 0
 
 
 @dataclass(kw_only=True)
@@ -160,7 +149,7 @@ def assemble(program: type[AnyRun], base: Run, start: Start, states: StateRegist
     return run
 
 
-def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) -> str:
+def train(run: AnyRun, take_step: Callable[[AnyRun, int], TrainOutcome | None]) -> str:
     """Run to the last step, or until asked to stop. Returns ``finished`` or ``stopped``.
 
     ``take_step`` returns None when the run was asked to stop and the step left no trace.
@@ -201,7 +190,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
     return "finished"
 
 
-def book(run: TrainingRun, result: StepResult) -> None:
+def book(run: TrainingRun, result: TrainOutcome) -> None:
     """Count a finished step."""
     progress = run.progress
     progress.step += 1

@@ -26,13 +26,15 @@ from megatron_rl.trainer.update import Sums, Updates, reduced, update
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """The result of a step's updates; equal on all ranks but for the batches."""
+    """The result of a step's updates, or of a whole step; equal on all ranks but for the batches."""
 
     metrics: dict[str, float]
-    updates: Updates
-    """What was trained on, with advantages and the log-probs that stay fixed."""
+    updates: Updates = ()
+    """What was trained on, with advantages and the log-probs that stay fixed; a step that is over keeps none."""
     of_policy: Sequence[UpdateOutcome] = ()
     of_critic: Sequence[UpdateOutcome] = ()
+    tokens: int = 0
+    """Generated (RL) or trained on (supervised)."""
 
     @property
     def applied_updates(self) -> int:
@@ -106,7 +108,7 @@ class PolicyTrainer:
         ``critic_alone`` leaves the policy as it is.
         """
         if not updates:
-            return TrainOutcome({}, ())
+            return TrainOutcome({})
         scored = self._score(_each(updates, lambda batch: replace(batch, step=rewards)))
         groups, device = self.scorer.groups, self.scorer.device
         metrics = advantage_metrics(scored, groups.data_group)

@@ -111,7 +111,7 @@ def _held(tensors: Sequence[torch.Tensor]) -> int:
 def _estimated(config: RLConfig, ranks: int, stage: int) -> dict[str, int]:
     result = estimate(config, ranks, VOCABULARY, stage)
     found = {name: getattr(result, name) for name in ("weights", "gradients", "optimizer")}
-    return found | {"peak": result.activations + result.training_logits}
+    return found | {"peak": result.activations.update + result.training_logits.update}
 
 
 def problems_of(name: str) -> list[str]:

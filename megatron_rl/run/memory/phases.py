@@ -98,7 +98,7 @@ class Phases:
         worst = max_over(
             {
                 "not free": -self._device.free(),
-                "in rollouts": self._estimate.rollout_logits + state_to_come - given_back,
+                "in rollouts": self._estimate.rollout_logits.rollout + state_to_come - given_back,
                 "in training": self._training_need,
             },
             dist.group.WORLD,
@@ -305,8 +305,8 @@ class _Training:
 
     def to_come(self, estimate: Estimate) -> int:
         """Bytes of optimizer state that the first update will make."""
-        of_critic = 0 if self.critic is None else max(0, estimate.critic - self.critic.size)
-        return max(0, estimate.optimizer - size_of(self.policy.state.storages)) + of_critic
+        of_critic = 0 if self.critic is None else max(0, estimate.critic.update - self.critic.size)
+        return max(0, estimate.optimizer.update - size_of(self.policy.state.storages)) + of_critic
 
     def leave(self) -> None:
         """Gradients, and if that was asked for the optimizer's state and all of the critic."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +71,12 @@ def test_each_phase_holds_what_the_estimate_says(one_rank: ParallelGroups, varia
     a_step(run, 1)
     in_rollout, between = a_step(run, 2), counted(run)
     run.closing.close()
-    logits = expected.rollout_logits
+    logits = expected.rollout_logits.rollout
     assert sum(in_rollout.values()) == pytest.approx(expected.rollout - logits, rel=0.05)
-    passing = expected.activations + expected.training_logits
+    passing = expected.activations.update + expected.training_logits.update
     assert sum(between.values()) == pytest.approx(expected.training - passing, rel=0.05)
-    rows = asdict(expected)
     for name, size in in_rollout.items():
-        assert size == pytest.approx(rows.get(f"{name}_in_rollouts", rows[name]), rel=0.05, abs=2048), name
+        assert size == pytest.approx(getattr(expected, name).rollout, rel=0.05, abs=2048), name
 
 
 def test_a_32b_model_on_64_ranks_rolls_out_in_less_than_6_gib() -> None:
@@ -89,8 +87,8 @@ def test_a_32b_model_on_64_ranks_rolls_out_in_less_than_6_gib() -> None:
     least, most = on_64(*flags), on_64(
         *flags, "--no-rl-offload-optimizer-during-inference", "--rl-keep-in-rollouts", "weights", "gradients"
     )
-    assert (least.rollout - least.kv_cache) / 2**30 < 6
-    assert (most.rollout - most.kv_cache) / 2**30 > 30
+    assert (least.rollout - least.kv_cache.rollout) / 2**30 < 6
+    assert (most.rollout - most.kv_cache.rollout) / 2**30 > 30
 
 
 def test_a_scaled_model_holds_the_same_shares(one_rank: ParallelGroups) -> None:
@@ -106,8 +104,9 @@ def test_a_scaled_model_holds_the_same_shares(one_rank: ParallelGroups) -> None:
     assert held["gradients"] == held["optimizer"] == 0
     expected = estimate(config, 1, VOCABULARY)
     beside_cache = sum(held.values()) - held["kv_cache"]
-    assert beside_cache == pytest.approx(expected.rollout - expected.kv_cache - expected.rollout_logits, rel=0.05)
-    on_eight = expected.weights + expected.gradients + expected.optimizer / 8
+    beside = expected.kv_cache.rollout + expected.rollout_logits.rollout
+    assert beside_cache == pytest.approx(expected.rollout - beside, rel=0.05)
+    on_eight = expected.weights.update + expected.gradients.update + expected.optimizer.update / 8
     assert beside_cache < 6 / 30.9 * on_eight
 
 
@@ -124,7 +123,7 @@ def test_updates_have_neither_cache_nor_copies_where_they_want_the_room(
         held = run.phases.held()
         assert held["kv_cache"] == 0
         assert held["quantized"] < 0.2 * in_rollout["quantized"], "scales stay"
-        assert held["weights"] < 1.05 * estimate(run.config, 1, VOCABULARY).weights
+        assert held["weights"] < 1.05 * estimate(run.config, 1, VOCABULARY).weights.update
     monkeypatch.undo()
     for step in (1, 2):
         a_step(plenty, step)
