@@ -15,7 +15,7 @@ from dataclasses import replace
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.run.rl import RLRun, build
 from megatron_rl.run.training import train
-from megatron_rl.trainer.policy import TrainOutcome
+from megatron_rl.trainer.update import TrainOutcome
 
 __all__ = ["RLRun", "build", "execute", "rl_step"]
 

@@ -12,9 +12,9 @@ from megatron_rl.run.base import Run
 from megatron_rl.run.generation import build_evaluator_alone
 from megatron_rl.run.resume import PromptFormats
 from megatron_rl.run.training import TrainingRun, assemble, start_training, train
-from megatron_rl.trainer.policy import TrainOutcome
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
+from megatron_rl.trainer.update import TrainOutcome
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ def build(base: Run) -> SupervisedRun:
     return assemble(
         SupervisedRun, base, start, states,
         source=source,
-        trainer=SupervisedTrainer(start.optimization, scorer, groups.loss_group, base.timer),
+        trainer=SupervisedTrainer(start.optimization, scorer, base.timer),
         evaluator=None if config.training.eval_interval is None else build_evaluator_alone(base),
     )  # fmt: skip
 

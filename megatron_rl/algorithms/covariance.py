@@ -34,7 +34,7 @@ class TokenSelection(Extension):
         """
         raise NotImplementedError
 
-    def select(self, part: Sequence[TokenBatch], of_all_ranks: Callable[[Tensor], Tensor]) -> list[TokenBatch]:
+    def select_tokens(self, part: Sequence[TokenBatch], of_all_ranks: Callable[[Tensor], Tensor]) -> list[TokenBatch]:
         """The micro-batches of an update, scored and with advantages, with `TokenBatch.picked`; collective.
 
         The same tokens in every layout and packing: two micro-batches equal one. ``of_all_ranks`` gathers a vector of

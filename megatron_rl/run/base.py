@@ -103,7 +103,7 @@ class Run:
             for name, value in row.items():
                 if name.startswith("timing_s/") and value is not None:
                     seconds[name.removeprefix("timing_s/")] += value
-        progress, numbers, attention = self.progress, self.phases.quantization, self.policy.attention
+        progress, copies, attention = self.progress, self.phases.quantization, self.policy.attention
         summary: dict[str, Any] = {
             "status": status,
             "steps": progress.step,
@@ -112,7 +112,7 @@ class Run:
             "logprob_gap_max": progress.logprob_gap_max,
             "seconds": {"run": self.reporter.seconds, "by_phase": dict(seconds)},
             "world_size": self.groups.world_size,
-            "rollout_quantization": {"recipe": numbers.recipe, "bytes": numbers.linears.stored_bytes},
+            "rollout_quantization": {"recipe": copies.recipe, "bytes": copies.linears.stored_bytes},
             "attention": {
                 "packed": attention.packed_name,
                 "cache": attention.cache_name,
@@ -201,8 +201,8 @@ def build_quantization(
 def warn_of_range(served: ServedEnvironment, metrics: Mapping[str, float]) -> None:
     """Where the environment declares a highest reward, and an evaluation could not go by it."""
     lowest, highest = served.reward_range
-    graded, told = (f"val/{served.name}/{measure}" in metrics for measure in ("reward", "pass@1"))
-    if highest is not None and graded and not told:
+    graded, has_pass = (f"val/{served.name}/{measure}" in metrics for measure in ("reward", "pass@1"))
+    if highest is not None and graded and not has_pass:
         logger.warning(
             "%s has no pass@k: it gave rewards outside %g to %g, so nobody can say what a right answer gets; write "
             "REWARDS = (lowest, highest) beside the reward function, or reward_range = (lowest, highest) into the "

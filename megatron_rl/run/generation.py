@@ -36,27 +36,21 @@ def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tup
 
 def request_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
     """How answers are drawn, and how long a sequence may become."""
-    rollout = config.rollout
-    return _factory(
-        config, tokenizer, rollout.rl_temperature, rollout.rl_top_k, rollout.rl_top_p, rollout.rl_max_new_tokens
+    flags, (_, stop) = config.rollout, stop_strings(config, tokenizer)
+    sampling = SamplingParams(
+        flags.rl_temperature, flags.rl_top_k, flags.rl_top_p, max_new_tokens=flags.rl_max_new_tokens, stop=stop
     )
+    return RequestFactory(sampling, flags.inference_max_seq_length)
 
 
 def evaluation_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
     """The same for held-out tasks."""
-    asked = config.rollout
-    return _factory(
-        config, tokenizer, asked.rl_eval_temperature, asked.rl_eval_top_k, asked.rl_eval_top_p,
-        asked.rl_eval_max_new_tokens,
+    flags = config.rollout
+    asked = config.with_values(
+        rl_temperature=flags.rl_eval_temperature, rl_top_k=flags.rl_eval_top_k, rl_top_p=flags.rl_eval_top_p,
+        rl_max_new_tokens=flags.rl_eval_max_new_tokens,
     )  # fmt: skip
-
-
-def _factory(
-    config: RLConfig, tokenizer: Tokenizer, temperature: float, top_k: int, top_p: float, max_new_tokens: int
-) -> RequestFactory:
-    _, stop = stop_strings(config, tokenizer)
-    sampling = SamplingParams(temperature, top_k, top_p, max_new_tokens=max_new_tokens, stop=stop)
-    return RequestFactory(sampling, config.rollout.inference_max_seq_length)
+    return request_factory(asked, tokenizer)
 
 
 def build_engine(

@@ -232,14 +232,18 @@ class LiveReport:
 
     def offer(self, evaluated: bool) -> None:
         """Refresh it if it is time, which the first evaluation always is; the rows of the step are written."""
+        status = 0 if self._process is None else self._process.poll()
         due = self._clock() - self._last >= REPORT_INTERVAL_S or (evaluated and not self._begun)
-        if not due or self._is_busy() or self._broken:
+        if self._broken or status is None:
             return
-        self._begun, self._last = True, self._clock()
-        try:
-            self._process = start_report(self._run_dir)
-        except OSError as error:
-            self._give_up(str(error))
+        if status != 0:
+            self._give_up(f"exit status {status}")
+        elif due:
+            self._begun, self._last = True, self._clock()
+            try:
+                self._process = start_report(self._run_dir)
+            except OSError as error:
+                self._give_up(str(error))
 
     def close(self) -> None:
         """Wait for the process that writes, so that it does not overwrite what comes after."""
@@ -249,17 +253,6 @@ class LiveReport:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            self._process = None
-
-    def _is_busy(self) -> bool:
-        if self._process is None:
-            return False
-        status = self._process.poll()
-        if status is not None:
-            self._process = None
-            if status != 0:
-                self._give_up(f"exit status {status}")
-        return status is None
 
     def _give_up(self, reason: str) -> None:
         self._broken = True

@@ -44,14 +44,14 @@ from megatron_rl.run.generation import (
 )
 from megatron_rl.run.resume import PromptFormats
 from megatron_rl.run.training import TrainingRun, assemble, start_training
-from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
+from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.parity import ParityGate
-from megatron_rl.trainer.policy import PolicyTrainer, TrainOutcome
+from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
-from megatron_rl.trainer.update import Updates
+from megatron_rl.trainer.update import TrainOutcome, Updates
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,6 @@ def build_teacher(base: Run, states: StateRegistry) -> Teacher | None:
         gpt.eval().requires_grad_(False)
     stays = "teacher" in config.rollout.rl_keep_in_rollouts
     teacher = Teacher(model, build_scorer(config, model, groups), path, fingerprints(model, groups), stays)
-    base.phases.hold_teacher(teacher.storages)
     return states.register("teacher", teacher, optional=True)
 
 
@@ -227,7 +226,7 @@ def _critic(base: Run, critic: Optimization | None) -> Critic | None:
         return None
     balance = BalanceLosses.of(base.config, critic.policy.device, of_critic=True)
     scorer = ValueScorer(critic.policy, base.groups, balance)
-    return Critic(critic, scorer, ValueObjective(base.config.critic.rl_critic_clip_range))
+    return Critic(critic, scorer, base.config.critic.rl_critic_clip_range)
 
 
 def _dynamic_sampling(config: RLConfig) -> DynamicSampling | None:

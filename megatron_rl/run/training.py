@@ -23,8 +23,9 @@ from megatron_rl.run.resume import Settings
 from megatron_rl.run.weights import Start, start_weights
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.optimizer import Optimization
-from megatron_rl.trainer.policy import PolicyTrainer, TrainOutcome
+from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
+from megatron_rl.trainer.update import TrainOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -216,9 +217,9 @@ def _stop(run: TrainingRun) -> str:
 def finished_steps_kept(run: TrainingRun) -> Iterator[None]:
     """The step inside may run out of memory: then it has not been, and the steps before it are saved if they can be.
 
-    An allocation fails on one rank, and the others wait for it in a collective that it will never reach. So of several
-    ranks the launcher ends the others, and the last checkpoint is what there is. Only a run of one rank can still save,
-    and ranks that meet before anything else is asked of them: after a rollout without tensor parallelism.
+    An allocation fails on one rank, and the others wait for it in a collective that it will never reach, until the
+    launcher ends them. So only a run of one rank can still save, and ranks that fail together: in a rollout without
+    tensor parallelism.
     """
     cursor, begun = run.source.state_dict(), run.updates_begun
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,35 +21,7 @@ from megatron_rl.trainer.critic import Critic, value_metrics, whitened
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import Teacher
-from megatron_rl.trainer.update import Sums, Updates, reduced, update
-
-
-@dataclass(frozen=True)
-class TrainOutcome:
-    """The result of a step's updates, or of a whole step; equal on all ranks but for the batches."""
-
-    metrics: dict[str, float]
-    updates: Updates = ()
-    """What was trained on, with advantages and the log-probs that stay fixed; a step that is over keeps none."""
-    of_policy: Sequence[UpdateOutcome] = ()
-    of_critic: Sequence[UpdateOutcome] = ()
-    tokens: int = 0
-    """Generated (RL) or trained on (supervised)."""
-
-    @property
-    def applied_updates(self) -> int:
-        """Of the policy."""
-        return sum(one.applied for one in self.of_policy)
-
-    @property
-    def critic_updates(self) -> int:
-        """Applied to the critic."""
-        return sum(one.applied for one in self.of_critic)
-
-    @property
-    def skipped_updates(self) -> int:
-        """Of both, left out because their gradient was not finite."""
-        return sum(one.skipped for one in (*self.of_policy, *self.of_critic))
+from megatron_rl.trainer.update import TrainOutcome, Updates, outcome_metrics
 
 
 class ReferencePolicy:
@@ -119,13 +91,8 @@ class PolicyTrainer:
             metrics |= own | value_metrics(scored, groups, device)
         outcomes: list[UpdateOutcome] = []
         if not critic_alone:
-            sums: list[Sums] = []
             with self.timer.phase("update_actor"):
-                for part in [*scored] * self.iterations:
-                    outcome, seen = update(self.optimization, part, self.scorer.forward, self._loss)
-                    outcomes.append(outcome)
-                    sums += seen
-                totals = reduced(sums, groups.loss_group, device)
+                outcomes, totals = self.scorer.update(self.optimization, [*scored] * self.iterations, self._loss)
                 balance = self.scorer.balance_metrics()
             metrics |= objective_metrics(totals) | outcome_metrics(outcomes) | balance
         return TrainOutcome(metrics, scored, outcomes, of_critic)
@@ -153,7 +120,7 @@ class PolicyTrainer:
         epsilon = getattr(self.advantage, "whitening_epsilon", None)
         if epsilon is not None:
             updates = whitened(updates, self.scorer.groups, self.scorer.device, epsilon)
-        select = getattr(self.objective.loss, "select", None)
+        select = getattr(self.objective.loss, "select_tokens", None)
         return updates if select is None else [select(part, self._of_all_ranks) for part in updates]
 
     def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
@@ -199,17 +166,3 @@ def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[s
         "critic/advantages/max": advantages.max().item(),
         "critic/advantages/min": advantages.min().item(),
     }
-
-
-def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
-    """Optimizer metrics of a step's updates: the mean norm, the last learning rate."""
-    metrics = {
-        "actor/grad_norm": sum(outcome.grad_norm for outcome in outcomes) / len(outcomes),
-        "actor/lr": outcomes[-1].learning_rate,
-        "actor/skipped_updates": float(sum(outcome.skipped for outcome in outcomes)),
-        "actor/empty_updates": float(sum(outcome.is_empty for outcome in outcomes)),
-    }
-    zeros = [outcome.num_zeros for outcome in outcomes if outcome.num_zeros is not None]
-    if zeros:
-        metrics["actor/num_zeros_in_grad"] = float(sum(zeros)) / len(zeros)
-    return metrics

@@ -19,7 +19,8 @@ from megatron_rl.models.attention.plan import PackedPlan
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.trainer.update import Forward, through_schedule
+from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
+from megatron_rl.trainer.update import Forward, Loss, Sums, Updates, reduced, through_schedule, update
 
 
 class PackedForward:
@@ -40,6 +41,18 @@ class PackedForward:
     def balance_metrics(self) -> dict[str, float]:
         """How busy experts were in the passes with gradients since the last call; collective over the job."""
         return {} if self._balance is None else self._balance.metrics()
+
+    def update(
+        self, optimization: Optimization, updates: Updates, loss: Loss
+    ) -> tuple[list[UpdateOutcome], dict[str, torch.Tensor]]:
+        """One optimizer step of the model for each of ``updates``, and the sums of all of them; collective."""
+        outcomes: list[UpdateOutcome] = []
+        sums: list[Sums] = []
+        for micro_batches in updates:
+            outcome, seen = update(optimization, micro_batches, self.forward, loss)
+            outcomes.append(outcome)
+            sums += seen
+        return outcomes, reduced(sums, self.groups.loss_group, self.device)
 
     def _read_all(self, batches: Sequence[TokenBatch], forward: Forward, read: Callable[..., Any]) -> list[Any]:
         return through_schedule(self._policy.chunks, batches, forward, read, forward_only=True) if batches else []

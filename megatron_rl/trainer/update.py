@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,34 @@ Loss = Callable[[torch.Tensor, TokenBatch], MicroLoss]
 Sums = Mapping[str, torch.Tensor]
 Updates = Sequence[Sequence[TokenBatch]]
 """This rank's micro-batches of each update."""
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """The result of a step's updates, or of a whole step; equal on all ranks but for the batches."""
+
+    metrics: dict[str, float]
+    updates: Updates = ()
+    """What was trained on, with advantages and the log-probs that stay fixed; a step that is over keeps none."""
+    of_policy: Sequence[UpdateOutcome] = ()
+    of_critic: Sequence[UpdateOutcome] = ()
+    tokens: int = 0
+    """Generated (RL) or trained on (supervised)."""
+
+    @property
+    def applied_updates(self) -> int:
+        """Of the policy."""
+        return sum(one.applied for one in self.of_policy)
+
+    @property
+    def critic_updates(self) -> int:
+        """Applied to the critic."""
+        return sum(one.applied for one in self.of_critic)
+
+    @property
+    def skipped_updates(self) -> int:
+        """Of both, left out because their gradient was not finite."""
+        return sum(one.skipped for one in (*self.of_policy, *self.of_critic))
 
 
 def through_schedule(
@@ -109,3 +138,17 @@ def reduced(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=data_group)
     read = torch.cat((totals, maxima)).cpu().split([sizes[name] for name in [*added, *largest]])
     return {name: value if sizes[name] > 1 else value[0] for name, value in zip([*added, *largest], read, strict=True)}
+
+
+def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
+    """Optimizer metrics of a step's updates: the mean norm, the last learning rate."""
+    metrics = {
+        "actor/grad_norm": sum(outcome.grad_norm for outcome in outcomes) / len(outcomes),
+        "actor/lr": outcomes[-1].learning_rate,
+        "actor/skipped_updates": float(sum(outcome.skipped for outcome in outcomes)),
+        "actor/empty_updates": float(sum(outcome.is_empty for outcome in outcomes)),
+    }
+    zeros = [outcome.num_zeros for outcome in outcomes if outcome.num_zeros is not None]
+    if zeros:
+        metrics["actor/num_zeros_in_grad"] = float(sum(zeros)) / len(zeros)
+    return metrics

@@ -25,7 +25,7 @@ from megatron_rl.run.rl import build_scorer
 from megatron_rl.run.weights import first_critic
 from megatron_rl.trainer import optimizer
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
+from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
@@ -130,7 +130,7 @@ def with_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -
     optimization.optimizer.reload_model_params()
     balance = BalanceLosses.of(config, optimization.policy.device, of_critic=True)
     scorer = ValueScorer(optimization.policy, groups, balance)
-    return Critic(optimization, scorer, ValueObjective(config.critic.rl_critic_clip_range))
+    return Critic(optimization, scorer, config.critic.rl_critic_clip_range)
 
 
 def critic_model(critic: Critic) -> PolicyModel:

@@ -42,7 +42,7 @@ def parts_of(packs: int) -> list[list[TokenBatch]]:
 
 def selected(loss: TokenSelection, part: Sequence[TokenBatch], groups: ParallelGroups) -> list[TokenBatch]:
     """As the trainer asks for it."""
-    return loss.select(part, lambda own: torch.cat(gather_vectors(own, groups.data_group)))
+    return loss.select_tokens(part, lambda own: torch.cat(gather_vectors(own, groups.data_group)))
 
 
 def picked_on_each_rank(name: str) -> list[int]:

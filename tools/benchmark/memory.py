@@ -82,7 +82,7 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
     ]
     builder = BatchBuilder(TOKENS, config.sequence_shares, policy.device, groups, config.stages)
     scorer = Scorer(policy, groups, 1.0)
-    trainer = SupervisedTrainer(optimization, scorer, groups.loss_group, PhaseTimer())
+    trainer = SupervisedTrainer(optimization, scorer, PhaseTimer())
     batches = builder.pack(samples, seed=1)
     trainer.step(batches)
     gc.collect()

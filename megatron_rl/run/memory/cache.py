@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.platform.memory import DeviceMemory, release, storages_of, take_back
+from megatron_rl.run.memory.estimate import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +72,6 @@ def plan_cache(
 
 def _to_raise(share: float | None) -> str:
     return "" if share is None else f"raise --rl-rollout-memory-fraction ({share:g}), "
-
-
-def in_words(size: int) -> str:
-    """Bytes for people."""
-    size = max(size, 0)
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
 class CacheResidency:

@@ -232,9 +232,10 @@ def report_text(config: RLConfig, result: Estimate) -> str:
     """A table of bytes by use and phase, and the sums."""
     sizes = result.sizes
     rows = [
-        (name, _bytes(rollout if sizes.cache_slots else 0), _bytes(update), _bytes(most * sizes.world_size), what)
+        (name, *(in_words(size) if size else "-" for size in (held, update, most * sizes.world_size)), what)
         for name, rollout, update, what in _rows(config, result)
         if (most := max(rollout, update))
+        for held in [rollout if sizes.cache_slots else 0]
     ]
     stages, context = config.stages.count, config.parallel.context_parallel_size
     pipeline, fullest = (f" x pipeline {stages}", " of the fullest stage") if stages > 1 else ("", "")
@@ -249,13 +250,13 @@ def report_text(config: RLConfig, result: Estimate) -> str:
     ]
     for phase, total in (("rollout", result.rollout), ("training", result.training)):
         if total:
-            lines.append(f"{phase}: {_bytes(total)} a rank, {_bytes(total * sizes.world_size)} in all")
+            lines.append(f"{phase}: {in_words(total)} a rank, {in_words(total * sizes.world_size)} in all")
     cache, share = result.kv_cache.rollout, config.rollout.rl_rollout_memory_fraction
     if cache:
-        alone = _bytes(result.training - result.for_rollouts)
+        alone = in_words(result.training - result.for_rollouts)
         lines[-1] += f"; {alone} a rank where what is the rollouts' has to go meanwhile"
     if cache and share is not None:
-        one, all_of_them = (_bytes(result.device_for(size, share)) for size in (slot_bytes(config), cache))
+        one, all_of_them = (in_words(result.device_for(size, share)) for size in (slot_bytes(config), cache))
         lines.append(
             f"--rl-rollout-memory-fraction {share:g}: what is free holds one sequence from {one} of device memory on, "
             f"and the largest batch from {all_of_them} on"
@@ -267,7 +268,7 @@ def report_text(config: RLConfig, result: Estimate) -> str:
         (result.teacher, "teacher, in host memory unless it scores", ", pinned"),
     ):
         if use.host:
-            lines.append(f"{what}: {_bytes(use.host)} a rank{how}")
+            lines.append(f"{what}: {in_words(use.host)} a rank{how}")
     return "\n".join(lines)
 
 
@@ -317,7 +318,7 @@ def _recomputation(config: RLConfig) -> str:
     return "nothing recomputed"
 
 
-def _bytes(count: int) -> str:
-    if count == 0:
-        return "-"
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"
+def in_words(size: int) -> str:
+    """Bytes for people."""
+    size = max(size, 0)
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"

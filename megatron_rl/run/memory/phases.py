@@ -32,10 +32,10 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, max_over
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.memory import DeviceMemory, OutOfMemoryTogether, is_out_of_memory, reason_of, storages_of
+from megatron_rl.platform.memory import DeviceMemory, OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.run.memory.cache import CacheResidency, in_words, plan_cache
-from megatron_rl.run.memory.estimate import Estimate, estimate, slot_bytes
+from megatron_rl.run.memory.cache import CacheResidency, plan_cache
+from megatron_rl.run.memory.estimate import Estimate, estimate, in_words, slot_bytes
 from megatron_rl.run.memory.holdings import Holdings, Weights, size_of
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.types import Request
@@ -59,26 +59,22 @@ class Phases:
         self._groups = groups
         self._device = DeviceMemory(policy.device)
         self._estimate = estimate(config, groups.world_size, policy.vocab_size, groups.stage)
-        self._training: _Training | None = None
+        self.training: Training | None = None
+        """None where nothing is trained."""
         self._engine: Engine | None = None
-        self._cache = CacheResidency([], self._device, 0)
-        self._teacher: Sequence[torch.UntypedStorage] = ()
+        self.cache = CacheResidency([], self._device, 0)
         self._prompts: Callable[[], Sequence[Request]] | None = None
 
     @property
-    def _training_need(self) -> int:
+    def _update_need(self) -> int:
         """What an update takes beyond what is allocated now."""
-        if self._training is None:
+        if self.training is None:
             return 0
-        return self._estimate.passing + self._training.to_come(self._estimate)
+        return self._estimate.passing + self.training.to_come(self._estimate)
 
     def hold_training(self, optimization: Optimization, critic: Optimization | None = None) -> None:
         """Look after what training needs; without this nothing is trained, and nothing leaves."""
-        self._training = _Training(self._config, optimization, critic, self.quantization)
-
-    def hold_teacher(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Count the teacher's weights, which leave and come by themselves."""
-        self._teacher = storages
+        self.training = Training(self._config, optimization, critic, self.quantization)
 
     def cache_budget_gb(self) -> float | None:
         """The engine's KV cache in GiB; None: what its largest batch needs. Collective over the job.
@@ -90,16 +86,16 @@ class Phases:
         """
         flag = self._config.rollout.inference_dynamic_batching_buffer_size_gb
         given_back = state_to_come = 0
-        if self._training is not None:
-            given_back = self._training.given_back()
-            if not self._training.offloads:
-                state_to_come = self._training.to_come(self._estimate)
+        if self.training is not None:
+            given_back = self.training.given_back()
+            if not self.training.offloads:
+                state_to_come = self.training.to_come(self._estimate)
         # All ranks plan with the numbers of the worst: their schedulers must agree.
         worst = max_over(
             {
                 "not free": -self._device.free(),
                 "in rollouts": self._estimate.rollout_logits.rollout + state_to_come - given_back,
-                "in training": self._training_need,
+                "in training": self._update_need,
             },
             dist.group.WORLD,
         )
@@ -123,19 +119,19 @@ class Phases:
         if it must.
         """
         self._engine, self._prompts = engine, prompts
-        training = self._training
-        self._cache = CacheResidency(
+        training = self.training
+        self.cache = CacheResidency(
             engine.cache_tensors,
             self._device,
             # After a rollout what has left is not home yet: an update takes its room too.
-            self._training_need + (0 if training is None else training.given_back()),
+            self._update_need + (0 if training is None else training.given_back()),
             lambda release: any_rank(release, self._groups.model_group),
             lambda: 0 if training is None else training.optimization.updates_begun,
             engine.forget_graphs,
         )
-        self._cache.after_rollout()
+        self.cache.after_rollout()
         self._release_copies()
-        return self._cache
+        return self.cache
 
     @contextlib.contextmanager
     def rollouts(self, quantized: bool = True) -> Iterator[None]:
@@ -144,7 +140,7 @@ class Phases:
         Raises:
             MemoryExhausted: it did not fit; says what to lower.
         """
-        training, copies = self._training, self.quantization
+        training, copies = self.training, self.quantization
         wrapped = () if training is None else training.optimization.wrapped
         with _out_of_memory_reported(self._config, "rollout"), rollout_mode(self._policy, wrapped):
             try:
@@ -155,15 +151,15 @@ class Phases:
                 with copies.rollout() if quantized else copies.linears.suspended():
                     if training is not None and quantized:
                         training.leave_weights()
-                    self._cache.before_rollout()
+                    self.cache.before_rollout()
                     yield
-                    self._cache.after_rollout()
+                    self.cache.after_rollout()
                     self._come_home()
                 self._release_copies()  # the first rollout's audit reads both weights and copies
             except BaseException:
                 # The run ends, and what it saves may need the room. Nobody waits for another rank here: what has
                 # left comes home with the save.
-                self._cache.release()
+                self.cache.release()
                 raise
 
     @contextlib.contextmanager
@@ -183,31 +179,18 @@ class Phases:
         self._come_home()
         yield
 
-    def held(self) -> dict[str, int]:
-        """Bytes on this rank's device now, by the estimate's names; without activations and logits."""
-        training, weights = self._training, storages_of(self._policy.parameters())
-        return {
-            "weights": size_of(weights if training is None else training.weights.storages),
-            "gradients": 0 if training is None else size_of(training.policy.gradients.storages),
-            "optimizer": 0 if training is None else size_of(training.policy.state.storages),
-            "critic": 0 if training is None or training.critic is None else training.critic.size,
-            "quantized": self.quantization.linears.held_bytes,
-            "teacher": size_of(self._teacher),
-            "kv_cache": 0 if self._engine is None else size_of(storages_of(self._engine.cache_tensors)),
-        }
-
     def _release_copies(self) -> None:
-        if self._cache.is_released:
+        if self.cache.is_released:
             self.quantization.release()
 
     def _come_home(self) -> None:
-        if self._training is not None:
-            self._training.come_home()
-            if self._cache.is_released:
-                self._training.weights.forget_aside()
+        if self.training is not None:
+            self.training.come_home()
+            if self.cache.is_released:
+                self.training.weights.forget_aside()
 
     def _calibrate(self) -> None:
-        self._cache.before_rollout()
+        self.cache.before_rollout()
         engine = self._engine
         with self.quantization.calibrating():
             engine.begin(seed=0, policy_version=0)
@@ -262,7 +245,7 @@ def _advice_for_updates(config: RLConfig) -> str:
     )
 
 
-class _Training:
+class Training:
     """What training holds, and which of it rollouts do without."""
 
     def __init__(

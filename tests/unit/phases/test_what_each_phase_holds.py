@@ -15,6 +15,7 @@ from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.run.memory.estimate import estimate
+from megatron_rl.run.memory.holdings import size_of
 from megatron_rl.run.training import book
 from tests.support.checkpoints import differences
 from tests.support.ranks import run_ranks
@@ -40,11 +41,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def held_by(run: RLRun) -> dict[str, int]:
+    """Bytes on the device now, by the estimate's names; without activations and logits."""
+    training, cache, teacher = run.phases.training, run.phases.cache, run.trainer.teacher
+    return {
+        "weights": size_of(training.weights.storages),
+        "gradients": size_of(training.policy.gradients.storages),
+        "optimizer": size_of(training.policy.state.storages),
+        "critic": 0 if training.critic is None else training.critic.size,
+        "quantized": run.phases.quantization.linears.held_bytes,
+        "teacher": 0 if teacher is None else size_of(teacher.storages),
+        "kv_cache": 0 if cache.is_released else cache.size,
+    }
+
+
 def counted(run: RLRun) -> dict[str, int]:
-    """What the run holds now, by the estimate's names. Of quantised copies without what only CPUs keep."""
-    held = run.phases.held()
-    numbers = run.phases.quantization
-    operands = sum(layer.weight.operand.nbytes for layer in numbers.linears.layers if layer.weight.operand is not None)
+    """What the run holds now. Of quantised copies without what only CPUs keep."""
+    held = held_by(run)
+    copies = run.phases.quantization.linears.layers
+    operands = sum(layer.weight.operand.nbytes for layer in copies if layer.weight.operand is not None)
     return held | {"quantized": held["quantized"] - operands}
 
 
@@ -120,7 +135,7 @@ def test_updates_have_neither_cache_nor_copies_where_they_want_the_room(
         in_rollout = a_step(run, step)
         assert in_rollout["kv_cache"] > 0
         assert in_rollout["quantized"] > 0
-        held = run.phases.held()
+        held = held_by(run)
         assert held["kv_cache"] == 0
         assert held["quantized"] < 0.2 * in_rollout["quantized"], "scales stay"
         assert held["weights"] < 1.05 * estimate(run.config, 1, VOCABULARY).weights.update
@@ -191,7 +206,7 @@ def test_a_rollout_that_fails_leaves_a_run_that_can_be_saved(one_rank: ParallelG
         if fails:
             with pytest.raises(ValueError, match="in a rollout"), run.phases.rollouts():
                 raise ValueError("in a rollout")
-            assert run.phases.held()["kv_cache"] == 0, "what is saved may need the room"
+            assert held_by(run)["kv_cache"] == 0, "what is saved may need the room"
         run.checkpoints = CheckpointManager(tmp_path / name, 0, one_rank)
         run.save(final=True)
         run.closing.close()

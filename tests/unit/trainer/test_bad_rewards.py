@@ -23,7 +23,7 @@ from megatron_rl.loop import rl_step
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.reporting import sequence_advantages
 from megatron_rl.run.rl import RLRun
-from megatron_rl.trainer.policy import TrainOutcome
+from megatron_rl.trainer.update import TrainOutcome
 from megatron_rl.types import Grade, RolloutGroup, Task, Transcript
 from tests.support.bad_rewards import FORGED, KINDS, forged_answer
 from tests.support.rollouts import graded_group

@@ -11,7 +11,7 @@ from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.training import book
 from megatron_rl.trainer.optimizer import Schedule, UpdateOutcome
-from megatron_rl.trainer.policy import TrainOutcome
+from megatron_rl.trainer.update import TrainOutcome
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import tiny_config
 
