@@ -42,6 +42,7 @@ from megatron_rl.run.generation import (
     request_factory,
     stop_strings,
 )
+from megatron_rl.run.memory.phases import out_of_memory_reported
 from megatron_rl.run.resume import PromptFormats
 from megatron_rl.run.training import TrainingRun, assemble, start_training
 from megatron_rl.trainer.critic import Critic, ValueScorer
@@ -52,6 +53,7 @@ from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
 from megatron_rl.trainer.update import TrainOutcome, Updates
+from megatron_rl.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,9 @@ class RLRun(TrainingRun):
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
             return StepJournal({}, extra_groups=self.collector.extra_groups)
-        self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
+        with out_of_memory_reported(self.config, "rollout"):
+            self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
+            weights = weights_fingerprint(self.policy, self.groups)
         header = {
             "seed": seed,
             "sampling": dataclasses.asdict(self.collector.factory.sampling),
@@ -89,7 +93,7 @@ class RLRun(TrainingRun):
             "recipe": self.phases.quantization.recipe,
             "kv_cache": self.config.kv_cache_dtype,
             "environments": self._environment_list,
-            "weights": weights_fingerprint(self.policy, self.groups),
+            "weights": weights,
         }
         return self.journal.open(step, header, self.collector.extra_groups)
 
@@ -131,18 +135,7 @@ def build(base: Run) -> RLRun:
     if config.quantization.rl_train_forward == "quantized":
         base.closing.enter_context(phases.quantization.aligned())
     factory = request_factory(config, base.tokenizer)
-    pools = base.environments.training_pools()
-    prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
-    formats = states.register("chats", PromptFormats(base.tokenizer, prompts), optional=True)
-    if groups.is_main:
-        formats.warn_of_open_ends([*base.tokenizer.end_token_ids, *stop_strings(config, base.tokenizer)[0]])
-    source = PromptSource(
-        pools,
-        lambda task, environment: base.tokenizer.encode_prompt(task.prompt, environment),
-        factory.max_prompt_tokens,
-        config.training.seed,
-    )
-    states.register("prompts", source)
+    source = _prompt_source(base, factory.max_prompt_tokens, states)
     teacher = build_teacher(base, states)
     engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
@@ -168,8 +161,10 @@ def build(base: Run) -> RLRun:
         source=source,
         collector=collector,
         samples=SampleBuilder(
-            baseline, algorithm.rl_keep_zero_variance_groups, groups, algorithm.rl_truncated == "mask",
-            getattr(advantage, "reward_names", ()), config.environment.rl_max_failed_share,
+            baseline, algorithm.rl_keep_zero_variance_groups, groups,
+            masks_truncated=algorithm.rl_truncated == "mask",
+            reward_names=getattr(advantage, "reward_names", ()),
+            max_failed_share=config.environment.rl_max_failed_share,
         ),
         trainer=PolicyTrainer(
             start.optimization, scorer, build_advantage(config), PolicyObjective.of(config),
@@ -183,6 +178,20 @@ def build(base: Run) -> RLRun:
         evaluator=build_evaluator(base, rollouter) if evaluates else None,
         journal=_journal(base),
     )  # fmt: skip
+
+
+def _prompt_source(base: Run, max_prompt_tokens: int, states: StateRegistry) -> PromptSource:
+    tokenizer, pools = base.tokenizer, base.environments.training_pools()
+    prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
+    formats = states.register("chats", PromptFormats(tokenizer, prompts), optional=True)
+    if base.groups.is_main:
+        formats.warn_of_open_ends([*tokenizer.end_token_ids, *stop_strings(base.config, tokenizer)[0]])
+
+    def encode(task: Task, environment: str) -> list[int]:
+        return tokenizer.encode_prompt(task.prompt, environment)
+
+    source = PromptSource(pools, encode, max_prompt_tokens, base.config.training.seed)
+    return states.register("prompts", source)
 
 
 def build_scorer(

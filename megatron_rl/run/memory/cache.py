@@ -52,9 +52,10 @@ def plan_cache(
     fits = int((free - in_rollouts) * (1 - MARGIN if share is None else share))
     size = min(limit, fits)
     if size < min(sequence, limit):
+        more = "" if share is None else f"raise --rl-rollout-memory-fraction ({share:g}), "
         raise EngineError(
             f"no room for the KV cache: one sequence takes {in_words(sequence)}, and of {in_words(free)} free "
-            f"memory {in_words(fits)} can be used; {_to_raise(share)}lower --inference-max-seq-length, or use more "
+            f"memory {in_words(fits)} can be used; {more}lower --inference-max-seq-length, or use more "
             "tensor-parallel ranks, --use-distributed-optimizer or --rl-offload-optimizer-during-inference"
         )
     limited_by = "the largest batch" if limit == wanted else "--inference-dynamic-batching-buffer-size-gb"
@@ -68,10 +69,6 @@ def plan_cache(
         "stays" if stays else "is released",
     )  # fmt: skip
     return size, size < limit
-
-
-def _to_raise(share: float | None) -> str:
-    return "" if share is None else f"raise --rl-rollout-memory-fraction ({share:g}), "
 
 
 class CacheResidency:

@@ -142,7 +142,7 @@ class Phases:
         """
         training, copies = self.training, self.quantization
         wrapped = () if training is None else training.optimization.wrapped
-        with _out_of_memory_reported(self._config, "rollout"), rollout_mode(self._policy, wrapped):
+        with out_of_memory_reported(self._config, "rollout"), rollout_mode(self._policy, wrapped):
             try:
                 if training is not None:
                     training.leave()
@@ -169,7 +169,7 @@ class Phases:
         Raises:
             MemoryExhausted: it did not fit; says what to lower.
         """
-        with _out_of_memory_reported(self._config, "update"):
+        with out_of_memory_reported(self._config, "update"):
             self._release_copies()  # a parity check has made them since the rollout
             yield
 
@@ -201,7 +201,7 @@ class Phases:
 
 
 @contextlib.contextmanager
-def _out_of_memory_reported(config: RLConfig, phase: Literal["rollout", "update"]) -> Iterator[None]:
+def out_of_memory_reported(config: RLConfig, phase: Literal["rollout", "update"]) -> Iterator[None]:
     """Report an allocation that fails inside as one line that says what to lower.
 
     Raises:
