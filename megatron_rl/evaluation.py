@@ -10,7 +10,7 @@ from megatron_rl.checkpoint.layout import step_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import build_evaluator_alone, evaluate
+from megatron_rl.run.generation import build_evaluator_alone
 from megatron_rl.run.preflight.starts import evaluated
 from megatron_rl.run.weights import end_tokens_of, read_first_weights
 
@@ -43,7 +43,7 @@ def execute(run: EvaluationRun) -> str:
         if len(run.weights) > 1:
             run.progress.step = step_of(Path(config.checkpoint.load))
         with run.timer.phase("eval"):
-            metrics = evaluate(run, run.evaluator, alone=True)
+            metrics = run.evaluate(run.evaluator, alone=True)
         if metrics is None:
             return "stopped"
         run.reporter.step(run.progress.step, metrics, run.policy)

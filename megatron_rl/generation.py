@@ -1,4 +1,4 @@
-"""Text from a model without a run: what `megatron-rl chat` and `generate` and `megatron_rl.generate` stand on.
+"""Text from a model without a run: what `megatron-rl chat`, `generate`, `serve` and `megatron_rl.generate` stand on.
 
 The engine is that of the rollouts, on one rank or on those of a job. All ranks make the same calls.
 """
@@ -6,6 +6,7 @@ The engine is that of the rollouts, on one rank or on those of a job. All ranks 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
 from megatron_rl.errors import ConfigError, shorten
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
-from megatron_rl.platform.collectives import any_rank, collect_json
+from megatron_rl.platform.collectives import any_rank, broadcast_json, collect_json
 from megatron_rl.platform.groups import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout.prompt_source import RequestFactory
@@ -31,6 +33,7 @@ from megatron_rl.types import Hints, Message, Place, Prompt, Request, SourcedTas
 
 SOURCE = "generate"
 """Stands for the name of an environment where draws are seeded."""
+_LOOK_FOR_STOP_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,44 @@ class Chat:
             yield tokenizer.decode(said)
         self._ids, self._turns = [*ids, *said], self._turns + 1
         yield tokenizer.decode(said)
+
+
+def serve(generator: Generator, endpoint: Endpoint | None, stop: Callable[[], bool]) -> None:
+    """Answer calls until ``stop`` says yes on the main rank. Collective over the job, one copy of the model::
+
+        main rank   wait for calls ── take ──┐                                  ┌── deliver, show
+        all ranks                            └─► broadcast ─► submit, cancel ─► step ─► ...
+
+    ``endpoint``, on the main rank alone, was started.
+    """
+    engine, alone = generator.engine, generator.groups.model_group.size() == 1
+    while True:
+        calls = None if endpoint is None else _news(endpoint, engine, stop)
+        # Without a seed of the caller no two calls have the same.
+        rows = [outside_sessions(call, secrets.token_hex(8)) for call in calls or ()]
+        news = None if calls is None else (rows, endpoint.take_cancelled())
+        news = news if alone else broadcast_json(news, source=0)
+        if news is None:
+            return
+        rows, cancelled = news
+        for row in rows:
+            engine.submit(request_of(**row))
+        engine.cancel(cancelled)
+        answers = engine.step() if engine.has_unfinished else []
+        if endpoint is not None:
+            for answered, (completion,) in answers:
+                endpoint.deliver(answered.place.call, completion)
+            endpoint.show(engine)
+
+
+def _news(endpoint: Endpoint, engine: Engine, stop: Callable[[], bool]) -> list[Call] | None:
+    """The calls that have come, waited for where there is nothing else to do; None: it is time to stop."""
+    while not stop():
+        calls = endpoint.take()
+        if calls or engine.has_unfinished:
+            return calls
+        endpoint.wait_blocking(_LOOK_FOR_STOP_S)
+    return None
 
 
 def as_prompt(tokenizer: Tokenizer, text: str) -> Prompt:

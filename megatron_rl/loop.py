@@ -10,22 +10,23 @@ One line a stage. `run/training.py` has the loop around it.
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.rl import RLRun, build
-from megatron_rl.run.training import StepResult, train
+from megatron_rl.run.training import train
+from megatron_rl.trainer.update import TrainOutcome
 
 __all__ = ["RLRun", "build", "execute", "rl_step"]
 
 
-def rl_step(run: RLRun, step: int) -> StepResult | None:
+def rl_step(run: RLRun, step: int) -> TrainOutcome | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
     seed = sample_seed(run.config.training.seed, "rollout", step)
     parity: dict[str, float] | None = None
     while parity is None:  # once more where the gate has changed the rollouts' format
         start, skipped = run.source.position(), run.source.skipped_too_long
-        with run.timer.phase("gen"), naming_memory(run.config, "rollout"):
+        with run.timer.phase("gen"):
             with closing(run.open_journal(step, seed)) as journal, run.phases.rollouts():
                 rollouts = run.collector.collect(seed, run.progress.policy_version, journal)
         if rollouts is None:
@@ -38,25 +39,16 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
             run.source.return_to(start)
 
     critic_alone = step <= run.config.critic.rl_critic_warmup_steps
-    with naming_memory(run.config, "update"), run.phases.update():
+    with run.phases.update():
         outcome = run.trainer.step(updates, rewards, critic_alone)
     run.parity.judge_correction(outcome.metrics)
 
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, outcome.updates)
     run.reporter.records(step, rollouts.groups, run.tokenizer.decode_raw, rollouts.numbers, outcome.updates)
-    metrics = run.step_metrics(rollouts, rewards, outcome.metrics | parity) | {
-        "training/skipped_prompts": float(run.source.skipped_too_long - skipped),
-        "training/updates": float(0 if critic_alone else len(updates) * run.config.algorithm.grpo_iterations),
-        "training/samples_per_update": float(rewards.in_loss.sum()) / max(1, len(updates)),
-    }
-    return StepResult(
-        metrics,
-        applied_updates=outcome.applied_updates,
-        skipped_updates=outcome.skipped_updates,
-        critic_updates=outcome.critic_updates,
-        tokens=int(metrics["perf/generated_tokens"]),
-    )
+    metrics = run.step_metrics(rollouts, rewards, outcome) | parity
+    metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
+    return replace(outcome, metrics=metrics, updates=(), tokens=int(metrics["perf/generated_tokens"]))
 
 
 def execute(run: RLRun) -> str:

@@ -23,8 +23,7 @@ from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_li
 from megatron_rl.families import model_directory
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
-from megatron_rl.run.memory.estimate import estimate, size_problems
-from megatron_rl.run.memory.estimate_table import report_text
+from megatron_rl.run.memory.estimate import estimate, report_text, size_problems
 from megatron_rl.run.preflight import preflight
 from megatron_rl.run.preflight.inputs import open_tokenizer, vocabulary
 from megatron_rl.run.preflight.machine import (
@@ -79,7 +78,7 @@ def main(
     if config.training.check or config.training.estimate:
         world_size = config.training.check_world_size or check_world_size or world_size
         config, problems = read_config(argv[1:], world_size)
-        return _tell_of(config, problems, world_size) if rank == 0 else 0
+        return _print_answer(config, problems, world_size) if rank == 0 else 0
     stop = StopRequest().install()  # before torch is imported, which takes seconds
     code = RUN_ERROR
     try:
@@ -116,8 +115,8 @@ def _announce_launcher(code: int, stop: StopRequest) -> None:
         logger.info("torchrun, if it got %s as well, %s", stop.reason, TORCHRUN_AND_SIGNALS)
 
 
-def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> int:
-    """What `--estimate` and `--check` print; the exit code."""
+def _print_answer(config: RLConfig, problems: Sequence[Problem], world_size: int) -> int:
+    """Print what `--estimate` or `--check` asks for; returns the exit code."""
     try:
         if config.training.estimate:
             if found := problems or [*recipe_problems(config), *teacher_layout_problems(config)]:
@@ -138,7 +137,7 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
 def every_problem(config: RLConfig, problems: Sequence[Problem], world_size: int) -> list[Problem]:
     """``problems`` of the flags, and what else can be found before a model is built.
 
-    A misspelt flag is told at once: to look at files as if it had not been given takes seconds, and finds what is not.
+    A misspelt flag is reported alone: without its value the checks of files would take seconds and find false problems.
     """
     if any(each.is_unknown for each in problems):
         return [*problems]
@@ -218,7 +217,7 @@ def _build_and_execute(
         program = evaluation
     for note in notes(config):
         logger.info("note: %s", note)
-    _tell_settings(config)
+    _log_settings(config)
     tokenizer = open_tokenizer(config)
     try:
         with open_run(config, platform, groups, tokenizer, stop, command) as base:
@@ -239,7 +238,7 @@ def _build_and_execute(
     return 0
 
 
-def _tell_settings(config: RLConfig) -> None:
+def _log_settings(config: RLConfig) -> None:
     """What the user set, in a few lines; the run directory has all of it, and what follows from it."""
     lines = [""]
     for setting in typed_settings(config):
@@ -267,7 +266,7 @@ def _watchdog(config: RLConfig, groups: ParallelGroups, stop: StopRequest) -> Wa
 
 def _mark_as_failed(config: RLConfig, groups: ParallelGroups, error: str) -> None:
     """Whatever ended the run, its record says so; where the disk is full, the message on the screen has to do."""
-    from megatron_rl.run.live_report import start_report
+    from megatron_rl.run.reporting import start_report
 
     if groups.is_main:
         directory = RunDirectory(Path(config.logging.run_dir))

@@ -14,7 +14,7 @@ _PEERS_NOTICE_S = 0.3
 """The launcher signals one rank after the other: one that ended at once would be a lost connection to the next."""
 
 TYPED_COMMAND = "MEGATRON_RL_COMMAND"
-"""Environment variable in which `megatron-rl` tells the ranks that it starts what was typed."""
+"""Environment variable by which ranks know that `megatron-rl` starts them."""
 TORCHRUN_AND_SIGNALS = "ends with exit code 1 and a traceback of its own: nothing is wrong"
 
 logger = logging.getLogger(__name__)

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.run.base import Run
-from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import build_evaluator_alone
-from megatron_rl.run.rescue import naming_memory
-from megatron_rl.run.training import StepResult, TrainingRun, assemble, start_training, train
+from megatron_rl.run.resume import PromptFormats
+from megatron_rl.run.training import TrainingRun, assemble, start_training, train
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
+from megatron_rl.trainer.update import TrainOutcome
 
 
 @dataclass(kw_only=True)
@@ -40,29 +40,24 @@ def build(base: Run) -> SupervisedRun:
     return assemble(
         SupervisedRun, base, start, states,
         source=source,
-        trainer=SupervisedTrainer(start.optimization, scorer, groups.loss_group, base.timer),
+        trainer=SupervisedTrainer(start.optimization, scorer, base.timer),
         evaluator=None if config.training.eval_interval is None else build_evaluator_alone(base),
     )  # fmt: skip
 
 
-def supervised_step(run: SupervisedRun, step: int) -> StepResult:
+def supervised_step(run: SupervisedRun, step: int) -> TrainOutcome:
     """One update on demonstrations; the denominator of the loss is the batch's answer tokens."""
     skipped = run.source.skipped_too_long
     with run.timer.phase("data"):
         batch = run.source.draw(run.config.training.global_batch_size)
         mine = batch[run.groups.data_group.rank() :: run.groups.data_group.size()]
         micro_batches = run.batches.pack(mine, seed=step)
-    with naming_memory(run.config, "update"), run.phases.update():
+    with run.phases.update():
         outcome = run.trainer.step(micro_batches)
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, [micro_batches])
     outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long - skipped)
-    return StepResult(
-        outcome.metrics,
-        applied_updates=outcome.applied_updates,
-        skipped_updates=outcome.skipped_updates,
-        tokens=int(outcome.metrics["perf/total_num_tokens"]),
-    )
+    return replace(outcome, updates=(), tokens=int(outcome.metrics["perf/total_num_tokens"]))
 
 
 def execute(run: SupervisedRun) -> str:

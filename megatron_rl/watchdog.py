@@ -1,4 +1,4 @@
-"""A watchdog over the main thread: it tells where that waits, and ends a job that does not go on.
+"""A watchdog over the main thread: it reports where that waits, and ends a job that does not go on.
 
 A rank that is stopped, or waits for one that is, waits in one place: in a collective, or where the host reads what a
 GPU has computed. Every rank watches itself, so the log has a line of each that waits; the one without is the cause.
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Looks at a thread every few seconds; if it stays where it is, tells so, and ends the process."""
+    """Looks at a thread every few seconds; if it stays where it is, warns, then ends the process."""
 
     def __init__(
         self, limit_s: float, signs: Callable[[], object], end: Callable[[str], None], thread: int | None = None
@@ -41,7 +41,7 @@ class Watchdog:
         self._thread = threading.get_ident() if thread is None else thread
         self._seen: object = None
         self._still_s = 0.0
-        self._told = False
+        self._warned = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -62,7 +62,7 @@ class Watchdog:
             return
         seen = (self._signs(), _place(frame))
         if seen != self._seen:
-            self._seen, self._still_s, self._told = seen, 0.0, False
+            self._seen, self._still_s, self._warned = seen, 0.0, False
             return
         self._still_s += seconds
         what = f"no progress for {self._still_s:.0f} s in {describe(traceback.extract_stack(frame))}"
@@ -71,8 +71,8 @@ class Watchdog:
             stack = "".join(traceback.format_stack(frame))
             logger.error("%s, the limit is %s: ending the job. The main thread:\n%s", what, limit, stack)
             self._end(what)
-        elif self._still_s >= self._limit_s / 2 and not self._told:
-            self._told = True
+        elif self._still_s >= self._limit_s / 2 and not self._warned:
+            self._warned = True
             logger.warning("%s; the job is ended after %s", what, limit)
 
     def _watch(self, done: threading.Event) -> None:

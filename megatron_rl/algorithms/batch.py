@@ -205,7 +205,7 @@ class TokenBatch(LossInputs):
     advantage_sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Of the advantages, for the metrics."""
     picked: Tensor | None = None
-    """[T] bool: the tokens of the update that a loss of `covariance.PicksTokens` treats otherwise; None for others."""
+    """[T] bool: the tokens of the update that a loss of `covariance.TokenSelection` treats otherwise; else None."""
     entropy: Tensor | None = None
     """[T], nats, of the distribution the token was drawn from."""
 

@@ -1,15 +1,16 @@
-"""Tokens picked by the covariance of log-prob and advantage, for Clip-Cov and KL-Cov (arXiv 2505.22617).
+"""Tokens selected by the covariance of log-prob and advantage, for Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-The covariance is of the whole update, and a loss sees one micro-batch. So tokens are picked before the first one, from
-what is known by then: the advantages, and the log-probs of the engine that drew the tokens. The authors' code takes a
-micro-batch at a time and the log-probs of the model being trained; then the result depends on the packing and on the
-number of ranks. Until the first update of a rollout both log-probs are those of one policy.
+The covariance is of the whole update, and a loss sees one micro-batch. So tokens are selected before the first one,
+from what is known by then: the advantages, and the log-probs of the engine that drew the tokens. The authors' code
+takes a micro-batch at a time and the log-probs of the model being trained; then the result depends on the packing and
+on the number of ranks. Until the first update of a rollout both log-probs are those of one policy.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,22 +21,41 @@ from megatron_rl.config.flags import flag as option
 
 
 @dataclass(frozen=True, kw_only=True)
-class PicksTokens(Extension):
+class TokenSelection(Extension):
     """A loss that treats a few tokens of an update, ``batch.picked``, otherwise than the rest."""
 
     share: float = option(2e-4, gt=0, le=1)
-    """Of the update's loss tokens, how many are picked; at least one, unless none may be."""
+    """Of the update's loss tokens, how many are selected; at least one, unless none may be."""
 
     def priority(self, batch: TokenBatch, covariance: Tensor) -> Tensor:
-        """Which tokens come first: [T] fp64, -inf where a token may not be picked.
+        """Which tokens come first: [T] fp64, -inf where a token may not be selected.
 
         ``covariance`` [T] fp64: see `covariance`; -inf at masked positions.
         """
         raise NotImplementedError
 
-    def count(self, loss_tokens: int) -> int:
-        """How many of the update's tokens are picked."""
-        return max(1, int(self.share * loss_tokens))
+    def select_tokens(self, part: Sequence[TokenBatch], of_all_ranks: Callable[[Tensor], Tensor]) -> list[TokenBatch]:
+        """The micro-batches of an update, scored and with advantages, with `TokenBatch.picked`; collective.
+
+        The same tokens in every layout and packing: two micro-batches equal one. ``of_all_ranks`` gathers a vector of
+        each rank: three sums, then those of its tokens that can be among the first.
+        """
+        own = sum((moments(batch).cpu() for batch in part), torch.zeros(3, dtype=torch.float64))
+        sums = of_all_ranks(own).view(-1, 3).sum(0)
+        count = max(1, int(self.share * int(sums[0])))
+        numbers = [places(batch) for batch in part]
+        values, where = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+        if part:  # a rank may have no micro-batch
+            known = (covariance(batch, sums.to(batch.loss_mask.device)) for batch in part)
+            values = torch.cat([self.priority(*each) for each in zip(part, known, strict=True)]).cpu()
+            where = torch.cat(numbers).cpu()
+        mine = first(values, where, count)
+        values, where = of_all_ranks(values[mine]), of_all_ranks(where[mine])
+        chosen = where[first(values, where, count)]
+        return [
+            replace(batch, picked=torch.isin(number, chosen.to(number.device)) & batch.in_loss)
+            for batch, number in zip(part, numbers, strict=True)
+        ]
 
 
 def moments(batch: TokenBatch) -> Tensor:

@@ -128,8 +128,7 @@ def _known_token(file: Path) -> str | None:
 
 
 def _serve(job: Job) -> int:
-    from megatron_rl.generation import open_generator
-    from megatron_rl.serving import serve
+    from megatron_rl.generation import open_generator, serve
     from megatron_rl.signals import StopRequest
 
     stop = StopRequest().install()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.environments.client import ServedEnvironment
 from megatron_rl.metrics.evaluation import by_environment
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rundir import RunDirectory
@@ -25,6 +26,8 @@ from megatron_rl.platform import Platform
 from megatron_rl.platform.groups import ParallelGroups, seed_everything
 from megatron_rl.quantization.audit import LayerAudit, table_rows
 from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.rollout.evaluation import Evaluator
+from megatron_rl.rollout.statistics import failures_of, no_results
 from megatron_rl.run.environments import EnvironmentAccess, open_environments
 from megatron_rl.run.memory.phases import Phases
 from megatron_rl.run.progress import Progress
@@ -68,6 +71,27 @@ class Run:
                 tokenizer.passed_over, tokenizer.name,
             )  # fmt: skip
 
+    def evaluate(self, evaluator: Evaluator, alone: bool = False) -> dict[str, float] | None:
+        """Metrics with the current weights; None when asked to stop meanwhile. Collective.
+
+        Raises:
+            EnvironmentFault: an environment has graded nothing, and the run is ``alone`` for the evaluation.
+        """
+        with self.phases.rollouts(quantized=not self.config.quantization.rl_evaluate_unquantized):
+            outcome = evaluator.evaluate(self.progress.policy_version)
+        if outcome is None:
+            return None
+        self.reporter.evaluation_records(self.progress.step, outcome.groups, self.tokenizer.decode_raw)
+        if outcome.ungraded:
+            fault = no_results(outcome.ungraded, failures_of(outcome.groups, self.groups.rollout_group))
+            if alone:
+                raise fault
+            if self.groups.is_main:
+                logger.error("%s; the run goes on", fault)
+        for served in self.environments.served if self.groups.is_main else ():
+            warn_of_range(served, outcome.metrics)
+        return outcome.metrics
+
     def summary(self, status: str) -> dict[str, Any]:
         """``summary.json``, the numbers one asks for first.
 
@@ -79,7 +103,7 @@ class Run:
             for name, value in row.items():
                 if name.startswith("timing_s/") and value is not None:
                     seconds[name.removeprefix("timing_s/")] += value
-        progress, numbers, attention = self.progress, self.phases.quantization, self.policy.attention
+        progress, copies, attention = self.progress, self.phases.quantization, self.policy.attention
         summary: dict[str, Any] = {
             "status": status,
             "steps": progress.step,
@@ -88,7 +112,7 @@ class Run:
             "logprob_gap_max": progress.logprob_gap_max,
             "seconds": {"run": self.reporter.seconds, "by_phase": dict(seconds)},
             "world_size": self.groups.world_size,
-            "rollout_quantization": {"recipe": numbers.recipe, "bytes": numbers.linears.stored_bytes},
+            "rollout_quantization": {"recipe": copies.recipe, "bytes": copies.linears.stored_bytes},
             "attention": {
                 "packed": attention.packed_name,
                 "cache": attention.cache_name,
@@ -172,6 +196,19 @@ def build_quantization(
             linears.num_weights * policy.dtype.itemsize / 2**20,
         )
     return quantization
+
+
+def warn_of_range(served: ServedEnvironment, metrics: Mapping[str, float]) -> None:
+    """Where the environment declares a highest reward, and an evaluation could not go by it."""
+    lowest, highest = served.reward_range
+    graded, has_pass = (f"val/{served.name}/{measure}" in metrics for measure in ("reward", "pass@1"))
+    if highest is not None and graded and not has_pass:
+        logger.warning(
+            "%s has no pass@k: it gave rewards outside %g to %g, so nobody can say what a right answer gets; write "
+            "REWARDS = (lowest, highest) beside the reward function, or reward_range = (lowest, highest) into the "
+            "environment; (lowest, None) says that no reward is the highest",
+            served.name, lowest, highest,
+        )  # fmt: skip
 
 
 def _mean(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -66,7 +66,7 @@ class EnvironmentAccess:
         An environment without any, which trains on all it has, is not evaluated.
 
         Raises:
-            EnvironmentFault: none has any, or an environment's own all are too long.
+            EnvironmentFault: all of an environment's are too long.
         """
         tasks: list[SourcedTask] = []
         for spec in self.served:
@@ -84,8 +84,6 @@ class EnvironmentAccess:
                     "leave out --eval-interval or raise --inference-max-seq-length"
                 )
             tasks += fitting
-        if not tasks:
-            raise EnvironmentFault("no environment has held-out tasks; add a test split, or leave out --eval-interval")
         return tasks
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.environments.wire import ServedEnvironment
+from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
@@ -14,12 +14,10 @@ from megatron_rl.models.attention.selection import requirements_of
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator
+from megatron_rl.rollout.harnesses import HarnessSettings
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
-from megatron_rl.rollout.statistics import failures_of, no_results
 from megatron_rl.run.base import Run
-from megatron_rl.run.endpoint import serve_harnesses
-from megatron_rl.run.rescue import naming_memory
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, SamplingParams, SourcedTask
 
@@ -38,27 +36,21 @@ def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tup
 
 def request_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
     """How answers are drawn, and how long a sequence may become."""
-    rollout = config.rollout
-    return _factory(
-        config, tokenizer, rollout.rl_temperature, rollout.rl_top_k, rollout.rl_top_p, rollout.rl_max_new_tokens
+    flags, (_, stop) = config.rollout, stop_strings(config, tokenizer)
+    sampling = SamplingParams(
+        flags.rl_temperature, flags.rl_top_k, flags.rl_top_p, max_new_tokens=flags.rl_max_new_tokens, stop=stop
     )
+    return RequestFactory(sampling, flags.inference_max_seq_length)
 
 
 def evaluation_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
     """The same for held-out tasks."""
-    asked = config.rollout
-    return _factory(
-        config, tokenizer, asked.rl_eval_temperature, asked.rl_eval_top_k, asked.rl_eval_top_p,
-        asked.rl_eval_max_new_tokens,
+    flags = config.rollout
+    asked = config.with_values(
+        rl_temperature=flags.rl_eval_temperature, rl_top_k=flags.rl_eval_top_k, rl_top_p=flags.rl_eval_top_p,
+        rl_max_new_tokens=flags.rl_eval_max_new_tokens,
     )  # fmt: skip
-
-
-def _factory(
-    config: RLConfig, tokenizer: Tokenizer, temperature: float, top_k: int, top_p: float, max_new_tokens: int
-) -> RequestFactory:
-    stop = stop_strings(config, tokenizer)[1]
-    sampling = SamplingParams(temperature, top_k, top_p, max_new_tokens=max_new_tokens, stop=stop)
-    return RequestFactory(sampling, config.rollout.inference_max_seq_length)
+    return request_factory(asked, tokenizer)
 
 
 def build_engine(
@@ -119,6 +111,33 @@ def build_rollouter(run: Run, engine: Engine) -> Rollouter:
     return rollouter
 
 
+def serve_harnesses(run: Run) -> HarnessSettings | None:
+    """How this rank takes part in the samples of harnesses; None where the run has none.
+
+    The leader of each copy of the model gets an endpoint, which is closed at the end of the run.
+
+    Raises:
+        ConfigError: its port cannot be had.
+    """
+    environments, config = run.environments.harnesses, run.config
+    if not environments:
+        return None
+    endpoint = None
+    if run.groups.leads_model:
+        rollout, port = config.rollout, config.environment.rl_endpoint_port
+        endpoint = Endpoint(
+            run.tokenizer,
+            max_sequence_length=rollout.inference_max_seq_length,
+            max_new_tokens=max(rollout.rl_max_new_tokens, rollout.rl_eval_max_new_tokens),
+            port=port and port + run.groups.rollout_rank,
+        )
+        endpoint.start()
+        run.closing.callback(endpoint.close)
+        logger.info("harnesses (%s) call the model at %s", ", ".join(sorted(environments)), endpoint.base_url())
+    masks = config.environment.rl_edited_history == "mask"
+    return HarnessSettings(environments, run.environments.client.run, endpoint, masks)
+
+
 def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence[SourcedTask]) -> list[Request]:
     """One short sample each of a few tasks; those of a source are the run's next prompts and stay undrawn."""
     if isinstance(tasks, PromptSource):
@@ -145,39 +164,3 @@ def build_evaluator_alone(run: Run) -> Evaluator:
     factory = evaluation_factory(run.config, run.tokenizer)
     run.phases.hold(engine, lambda: calibration_requests(factory, evaluator.tasks))
     return evaluator
-
-
-def evaluate(run: Run, evaluator: Evaluator, alone: bool = False) -> dict[str, float] | None:
-    """Metrics with the current weights; None when asked to stop meanwhile.
-
-    Raises:
-        EnvironmentFault: an environment has graded nothing, and the run is ``alone`` for the evaluation.
-    """
-    plain = run.config.quantization.rl_evaluate_unquantized
-    with naming_memory(run.config, "rollout"), run.phases.rollouts(quantized=not plain):
-        outcome = evaluator.evaluate(run.progress.policy_version)
-    if outcome is None:
-        return None
-    run.reporter.evaluation_records(run.progress.step, outcome.groups, run.tokenizer.decode_raw)
-    if outcome.ungraded:
-        fault = no_results(outcome.ungraded, failures_of(outcome.groups, run.groups.rollout_group))
-        if alone:
-            raise fault
-        if run.groups.is_main:
-            logger.error("%s; the run goes on", fault)
-    for served in run.environments.served if run.groups.is_main else ():
-        warn_of_range(served, outcome.metrics)
-    return outcome.metrics
-
-
-def warn_of_range(served: ServedEnvironment, metrics: Mapping[str, float]) -> None:
-    """Where the environment declares a highest reward, and an evaluation could not go by it."""
-    lowest, highest = served.reward_range
-    graded, told = (f"val/{served.name}/{measure}" in metrics for measure in ("reward", "pass@1"))
-    if highest is not None and graded and not told:
-        logger.warning(
-            "%s has no pass@k: it gave rewards outside %g to %g, so nobody can say what a right answer gets; write "
-            "REWARDS = (lowest, highest) beside the reward function, or reward_range = (lowest, highest) into the "
-            "environment; (lowest, None) says that no reward is the highest",
-            served.name, lowest, highest,
-        )  # fmt: skip

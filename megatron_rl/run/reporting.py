@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.atomic import Dispensable, remove
 from megatron_rl.config.rl_config import RLConfig, difference_from_defaults, to_dict
+from megatron_rl.environments.child import importable
 from megatron_rl.metrics.console import ConsoleWriter
 from megatron_rl.metrics.evaluation import by_environment, result_table, with_average
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
@@ -33,12 +37,15 @@ from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.platform import Platform
 from megatron_rl.platform.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.run.live_report import LiveReport
 from megatron_rl.run.progress import Progress
-from megatron_rl.trainer.policy import sequence_advantages
 from megatron_rl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 60.0
+NICENESS = 10
+"""It may have a core that a rank wants: the rank comes first."""
+PATIENCE_S = 20.0
 
 
 class Reporter:
@@ -213,6 +220,66 @@ class Reporter:
         }
 
 
+class LiveReport:
+    """Refreshes the report of ``run_dir`` once a minute at most, one process at a time."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir = run_dir
+        self._clock = clock
+        self._last = clock()
+        self._process: subprocess.Popen | None = None
+        self._begun = self._broken = False
+
+    def offer(self, evaluated: bool) -> None:
+        """Refresh it if it is time, which the first evaluation always is; the rows of the step are written."""
+        status = 0 if self._process is None else self._process.poll()
+        due = self._clock() - self._last >= REPORT_INTERVAL_S or (evaluated and not self._begun)
+        if self._broken or status is None:
+            return
+        if status != 0:
+            self._give_up(f"exit status {status}")
+        elif due:
+            self._begun, self._last = True, self._clock()
+            try:
+                self._process = start_report(self._run_dir)
+            except OSError as error:
+                self._give_up(str(error))
+
+    def close(self) -> None:
+        """Wait for the process that writes, so that it does not overwrite what comes after."""
+        if self._process is not None:
+            try:
+                self._process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _give_up(self, reason: str) -> None:
+        self._broken = True
+        logger.warning(
+            "report.html is not refreshed any more (%s); python -m megatron_rl.metrics.report %s says why",
+            reason, self._run_dir,
+        )  # fmt: skip
+
+
+def start_report(run_dir: Path) -> subprocess.Popen:
+    """Begin to write the report of ``run_dir``, from what lies there now.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.metrics.report", os.path.realpath(run_dir)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **importable()},
+    )
+    with contextlib.suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+    return process
+
+
 def first_of_each(groups: Sequence[RolloutGroup], count: int) -> list[RolloutGroup]:
     """The pairs of groups of the first ``count`` tasks of each environment."""
     seen: Counter[str] = Counter()
@@ -255,3 +322,9 @@ def active_parameters(policy: PolicyModel, groups: ParallelGroups) -> float:
         return torch.tensor(values.numel() * met[".experts." in name], dtype=torch.float64)
 
     return sum_over_model(policy.chunks, groups, share).item()
+
+
+def sequence_advantages(batch: TokenBatch) -> dict[tuple[int, int], float]:
+    """The mean advantage of the tokens of each sequence, by the number of its sample and its own in the sample."""
+    numbers = zip(batch.samples.sample_id, batch.samples.sequence.tolist(), strict=False)
+    return dict(zip(numbers, batch.sequence_means(batch.advantages).tolist(), strict=False))

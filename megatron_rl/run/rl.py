@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+import logging
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
 from megatron_rl.algorithms import StepRewards
-from megatron_rl.algorithms.extension import advantage_of, filter_of
+from megatron_rl.algorithms.extension import Function, advantage_of, filter_of
 from megatron_rl.algorithms.objective import PolicyObjective
+from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.state import StateRegistry
-from megatron_rl.checkpoint.tensors import weights_fingerprint
+from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rules import teacher_of
+from megatron_rl.families import read_model
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine, StagedRouting
 from megatron_rl.models.attention.kv_format import rounded_attention
+from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.models.routing import BalanceLosses
+from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.collector import Collector, StepRollouts
 from megatron_rl.rollout.dynamic_sampling import DynamicCollector, DynamicSampling
 from megatron_rl.rollout.journal import ExtraGroups, RolloutJournal, StepJournal
@@ -27,24 +34,28 @@ from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, Req
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, reward_by_environment, rollout_metrics
 from megatron_rl.run.base import Run
-from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import (
     build_engine,
     build_evaluator,
     build_rollouter,
     calibration_requests,
     request_factory,
+    stop_strings,
 )
-from megatron_rl.run.rescue import naming_memory
-from megatron_rl.run.teaching import build_advantage, build_scorer, build_teacher
+from megatron_rl.run.memory.phases import out_of_memory_reported
+from megatron_rl.run.resume import PromptFormats
 from megatron_rl.run.training import TrainingRun, assemble, start_training
-from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
+from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.parity import ParityGate
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.update import Updates
+from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
+from megatron_rl.trainer.update import TrainOutcome, Updates
+from megatron_rl.types import Task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -70,7 +81,9 @@ class RLRun(TrainingRun):
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
             return StepJournal({}, extra_groups=self.collector.extra_groups)
-        self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
+        with out_of_memory_reported(self.config, "rollout"):
+            self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
+            weights = weights_fingerprint(self.policy, self.groups)
         header = {
             "seed": seed,
             "sampling": dataclasses.asdict(self.collector.factory.sampling),
@@ -80,7 +93,7 @@ class RLRun(TrainingRun):
             "recipe": self.phases.quantization.recipe,
             "kv_cache": self.config.kv_cache_dtype,
             "environments": self._environment_list,
-            "weights": weights_fingerprint(self.policy, self.groups),
+            "weights": weights,
         }
         return self.journal.open(step, header, self.collector.extra_groups)
 
@@ -88,19 +101,21 @@ class RLRun(TrainingRun):
         """What the parity gate logs where it is due; None where the step is to be done again. Collective."""
         if not self.parity.is_due(step):
             return {}
-        with naming_memory(self.config, "update"), self.timer.phase("parity"):
+        with self.phases.update(), self.timer.phase("parity"):
             report = self.parity.check(updates, rewards)
             return None if self.parity.act_on(report) else self.parity.logged(step, report)
 
     def step_metrics(
-        self, rollouts: StepRollouts, rewards: StepRewards, of_update: Mapping[str, float]
+        self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome
     ) -> dict[str, float]:
-        """Of a step that is done, ``of_update`` among them; its rollouts count from now on. Collective."""
+        """Of a step that is done; its rollouts count from now on. Collective."""
         replicas, signal = self.groups.rollout_group, rewards.signal[list(rollouts.numbers)].tolist()
         return {
             **rollout_metrics(list(rollouts.answered.values()), replicas),
             **engine_metrics(rollouts.statistics, replicas),
-            **reward_metrics(rewards), **of_update,
+            **reward_metrics(rewards), **outcome.metrics,
+            "training/updates": float(len(outcome.of_policy)),
+            "training/samples_per_update": float(rewards.in_loss.sum()) / max(1, len(outcome.updates)),
             **reward_by_environment(rollouts.groups, signal, replicas),
             **environment_metrics(self.environments.counters.since_last_call(), rollouts.failures),
             **self.collector.commit(rollouts),
@@ -120,18 +135,7 @@ def build(base: Run) -> RLRun:
     if config.quantization.rl_train_forward == "quantized":
         base.closing.enter_context(phases.quantization.aligned())
     factory = request_factory(config, base.tokenizer)
-    pools = base.environments.training_pools()
-    prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
-    formats = states.register("chats", PromptFormats(base.tokenizer, prompts), optional=True)
-    if groups.is_main:
-        formats.warn_of_open_ends(config)
-    source = PromptSource(
-        pools,
-        lambda task, environment: base.tokenizer.encode_prompt(task.prompt, environment),
-        factory.max_prompt_tokens,
-        config.training.seed,
-    )
-    states.register("prompts", source)
+    source = _prompt_source(base, factory.max_prompt_tokens, states)
     teacher = build_teacher(base, states)
     engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
@@ -146,13 +150,18 @@ def build(base: Run) -> RLRun:
         source=source,
         collector=collector,
         samples=SampleBuilder(
-            baseline, algorithm.rl_keep_zero_variance_groups, groups, algorithm.rl_truncated == "mask",
-            getattr(advantage, "reward_names", ()), config.environment.rl_max_failed_share,
+            baseline, algorithm.rl_keep_zero_variance_groups, groups,
+            masks_truncated=algorithm.rl_truncated == "mask",
+            reward_names=getattr(advantage, "reward_names", ()),
+            max_failed_share=config.environment.rl_max_failed_share,
         ),
         trainer=PolicyTrainer(
             start.optimization, scorer, build_advantage(config), PolicyObjective.of(config),
-            algorithm.grpo_iterations, start.reference, groups, base.timer, teacher, _critic(base, start.critic),
-            algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
+            algorithm.grpo_iterations, base.timer,
+            reference=start.reference,
+            teacher=teacher,
+            critic=_critic(base, start.critic),
+            reward_kl_beta=algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
         ),
         parity=_parity_gate(base, scorer, engine),
         evaluator=build_evaluator(base, rollouter) if evaluates else None,
@@ -160,12 +169,62 @@ def build(base: Run) -> RLRun:
     )  # fmt: skip
 
 
+def _prompt_source(base: Run, max_prompt_tokens: int, states: StateRegistry) -> PromptSource:
+    tokenizer, pools = base.tokenizer, base.environments.training_pools()
+    prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
+    formats = states.register("chats", PromptFormats(tokenizer, prompts), optional=True)
+    if base.groups.is_main:
+        formats.warn_of_open_ends([*tokenizer.end_token_ids, *stop_strings(base.config, tokenizer)[0]])
+
+    def encode(task: Task, environment: str) -> list[int]:
+        return tokenizer.encode_prompt(task.prompt, environment)
+
+    source = PromptSource(pools, encode, max_prompt_tokens, base.config.training.seed)
+    return states.register("prompts", source)
+
+
+def build_scorer(
+    config: RLConfig, policy: PolicyModel, groups: ParallelGroups, balance: BalanceLosses | None = None
+) -> Scorer:
+    """Log-probs of the distribution that is sampled; ``balance`` of a model that is trained."""
+    return Scorer(policy, groups, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer, balance)
+
+
+def build_teacher(base: Run, states: StateRegistry) -> Teacher | None:
+    """The model of `--rl-teacher-load-hf`, in the policy's layout; collective. A resumed run compares it.
+
+    Raises:
+        CheckpointError: its files are damaged, or it is not the teacher that the run began with.
+    """
+    config, groups = base.config, base.groups
+    if not config.wants_teacher:
+        return None
+    path = config.teacher.rl_teacher_load_hf
+    logger.info("teacher: %s", path)
+    model = build_model(teacher_of(config, groups.world_size), current_platform(), base.policy.vocab_size)
+    load_hf(read_model(path), model, groups)
+    for gpt in model.chunks:
+        gpt.eval().requires_grad_(False)
+    stays = "teacher" in config.rollout.rl_keep_in_rollouts
+    teacher = Teacher(model, build_scorer(config, model, groups), path, fingerprints(model, groups), stays)
+    return states.register("teacher", teacher, optional=True)
+
+
+def build_advantage(config: RLConfig) -> Function:
+    """That of the rewards, and of the teacher where it is part of the advantage."""
+    advantage, teacher = advantage_of(config), config.teacher
+    if not config.wants_teacher:
+        return advantage
+    weight = teacher.rl_teacher_weight if teacher.rl_teacher_as == "advantage" else 0.0
+    return TaughtAdvantage(of_rewards=advantage, weight=weight, reward_weight=teacher.rl_reward_weight)
+
+
 def _critic(base: Run, critic: Optimization | None) -> Critic | None:
     if critic is None:
         return None
     balance = BalanceLosses.of(base.config, critic.policy.device, of_critic=True)
     scorer = ValueScorer(critic.policy, base.groups, balance)
-    return Critic(critic, scorer, ValueObjective(base.config.critic.rl_critic_clip_range))
+    return Critic(critic, scorer, base.config.critic.rl_critic_clip_range)
 
 
 def _collector(

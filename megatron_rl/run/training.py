@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,27 +18,16 @@ from megatron_rl.platform.device import is_out_of_memory
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import evaluate
 from megatron_rl.run.progress import note_signal
-from megatron_rl.run.settings import Settings
+from megatron_rl.run.resume import Settings
 from megatron_rl.run.weights import Start, start_weights
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.supervised import DemonstrationSource, SupervisedTrainer
+from megatron_rl.trainer.update import TrainOutcome
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class StepResult:
-    """What a step leaves for the log."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    applied_updates: int = 0
-    skipped_updates: int = 0
-    critic_updates: int = 0
-    tokens: int = 0
 
 
 @dataclass(kw_only=True)
@@ -163,7 +152,7 @@ def assemble(program: type[AnyRun], base: Run, start: Start, states: StateRegist
     return run
 
 
-def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) -> str:
+def train(run: AnyRun, take_step: Callable[[AnyRun, int], TrainOutcome | None]) -> str:
     """Run to the last step, or until asked to stop. Returns ``finished`` or ``stopped``.
 
     ``take_step`` returns None when the run was asked to stop and the step left no trace.
@@ -171,7 +160,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
     progress, started = run.progress, time.monotonic()
     if progress.step == 0 and run.evaluator is not None and not progress.evaluated_first:
         with run.timer.phase("eval"):
-            before = evaluate(run, run.evaluator)
+            before = run.evaluate(run.evaluator)
         if before is None:
             return _stop(run)
         run.reporter.step(0, before, run.policy)
@@ -187,7 +176,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
         best = False
         if run.evaluator is not None and run.is_due(run.config.training.eval_interval):
             with run.timer.phase("eval"), finished_steps_kept(run):
-                held_out = evaluate(run, run.evaluator)
+                held_out = run.evaluate(run.evaluator)
             result.metrics.update(held_out or {})
             best = held_out is not None and run.is_best(held_out)
         result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)
@@ -204,7 +193,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
     return "finished"
 
 
-def book(run: TrainingRun, result: StepResult) -> None:
+def book(run: TrainingRun, result: TrainOutcome) -> None:
     """Count a finished step."""
     progress = run.progress
     progress.step += 1
@@ -230,9 +219,9 @@ def _stop(run: TrainingRun) -> str:
 def finished_steps_kept(run: TrainingRun) -> Iterator[None]:
     """The step inside may run out of memory: then it has not been, and the steps before it are saved if they can be.
 
-    An allocation fails on one rank, and the others wait for it in a collective that it will never reach. So of several
-    ranks the launcher ends the others, and the last checkpoint is what there is. Only a run of one rank can still save,
-    and ranks that meet before anything else is asked of them: after a rollout without tensor parallelism.
+    An allocation fails on one rank, and the others wait for it in a collective that it will never reach, until the
+    launcher ends them. So only a run of one rank can still save, and ranks that fail together: in a rollout without
+    tensor parallelism.
     """
     cursor, begun = run.source.state_dict(), run.updates_begun
     try:

@@ -39,7 +39,7 @@ class BatchBuilder:
     device: torch.device
     groups: ParallelGroups
     stages: Stages = ONE_STAGE
-    told: bool = False
+    warned: bool = False
     """That updates are small: once in a launch, because every step's metrics have it."""
 
     def updates(
@@ -47,27 +47,22 @@ class BatchBuilder:
     ) -> list[list[TokenBatch]]:
         """Micro-batches of each optimizer update of one pass over a step's samples; collective.
 
-        As few updates as hold all samples of the job with at most ``batch_size`` each, and equal to one sample: where
-        groups were dropped there are fewer updates, not smaller ones. 100 samples and a ``batch_size`` of 64 are two
-        updates of 50: 64 and 36 would be two of the same step size, one of them noisier. Fewer samples than
-        ``batch_size`` are one update, no samples none: an empty one would still move the weights by momentum and
-        weight decay.
+        As few updates as hold all samples of the job with at most ``batch_size`` each, equal to one sample: 100 samples
+        and a ``batch_size`` of 64 are two updates of 50, because 64 and 36 would be one noisier step of the same size.
+        No samples are no update: an empty one would still move the weights by momentum and weight decay.
 
-        A sample counts once, however many sequences it has, and they are all in one update. There each is a sequence
-        like any other: they may be in several micro-batches and on several ranks.
-
-        Samples are shuffled by ``seed``, then their sequences are balanced by tokens over the training replicas and
-        exchanged, so a rank trains on samples it did not generate.
+        A sample counts once, and all its sequences are in one update, there perhaps in several micro-batches and on
+        several ranks. Samples are shuffled by ``seed``, then their sequences are balanced by tokens over the training
+        replicas and exchanged, so a rank trains on samples it did not generate.
         """
         local = torch.tensor([(*_key(s), s.length) for s in samples], dtype=torch.int64).view(-1)
-        # Of all ranks, the same on every one.
         table = sorted(torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 3).tolist())
         if not table:
             return []
         order = sorted({sample_id for sample_id, _, _ in table})
         random.Random(seed).shuffle(order)
         num_updates = -(-len(order) // batch_size)
-        self._tell_small(len(order), batch_size)
+        self._warn_of_small_updates(len(order), batch_size)
         update_of = {sample_id: place % num_updates for place, sample_id in enumerate(order)}
         rank_of: dict[tuple[int, int], int] = {}
         for update in range(num_updates):
@@ -108,23 +103,22 @@ class BatchBuilder:
 
     def _collated(self, samples: Sequence[Sample], round_to: int) -> TokenBatch:
         """With this rank's share of it, where context-parallel ranks have one each."""
-        batch, size = collate(samples, self.device, round_to), self.groups.context_group.size()
-        rank = self.groups.context_group.rank()
+        group = self.groups.context_group
+        batch, size = collate(samples, self.device, round_to), group.size()
         if size == 1:
             return batch
-        share = ContextShare.of(batch.packing.lengths, rank, size, self.device)
+        share = ContextShare.of(batch.packing.lengths, group.rank(), size, self.device)
         return replace(batch, packing=replace(batch.packing, share=share))
 
-    def _tell_small(self, count: int, batch_size: int) -> None:
-        if 2 * count >= batch_size or self.told or not self.groups.is_main:
+    def _warn_of_small_updates(self, count: int, batch_size: int) -> None:
+        if 2 * count >= batch_size or self.warned or not self.groups.is_main:
             return
-        self.told = True
+        self.warned = True
         logger.warning(
             "an update has %d samples instead of --global-batch-size %d: the step's others carry no signal or no grade "
             "(training/signal_share); use tasks that are neither too easy nor too hard, or more of them a step",
-            count,
-            batch_size,
-        )
+            count, batch_size,
+        )  # fmt: skip
 
 
 def exchange_samples(

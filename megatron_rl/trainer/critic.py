@@ -20,7 +20,7 @@ from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
 from megatron_rl.trainer.scoring import PackedForward
-from megatron_rl.trainer.update import Sums, Updates, reduced, update
+from megatron_rl.trainer.update import Updates
 
 
 class ValueScorer(PackedForward):
@@ -29,7 +29,7 @@ class ValueScorer(PackedForward):
     def after(self, output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """[T] fp32: what is expected after each token; ``output`` [W, 1] is that of `forward`."""
         values = output[:, 0]
-        return values if batch.packing.share is None else batch.packing.share.whole(values, self._context_group)
+        return values if batch.packing.share is None else batch.packing.share.whole(values, self.groups.context_group)
 
     @torch.no_grad()
     def all_after(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -42,30 +42,25 @@ def before(after: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     return torch.where(batch.packing.position_ids > 0, after.roll(1), 0.0)
 
 
-@dataclass(frozen=True)
-class ValueObjective:
+def value_loss(values: torch.Tensor, batch: TokenBatch, clip_range: float) -> MicroLoss:
     """``0.5 max((V - R)^2, (V_clipped - R)^2)``, V_clipped within ``clip_range`` of the value before the step.
 
-    The value loss of PPO (arXiv 1707.06347, as in its published code); the denominator is the loss tokens.
+    The value loss of PPO (arXiv 1707.06347, as in its published code); the denominator is the loss tokens. ``values``
+    [T], with the gradient, are of a batch that has old values and returns.
     """
-
-    clip_range: float
-
-    def __call__(self, values: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        """``values`` [T], with the gradient, of a batch that has old values and returns."""
-        in_loss = batch.in_loss
-        # Masked first: what lies there may be NaN, which a factor of 0 would not keep out of the gradient.
-        new, old, target = (torch.where(in_loss, each, 0.0) for each in (values, batch.values, batch.critic.returns))
-        plain = (new - target).square()
-        clipped = (old + (new - old).clamp(-self.clip_range, self.clip_range) - target).square()
-        total, tokens = 0.5 * torch.maximum(plain, clipped).sum(), in_loss.sum()
-        sums = {
-            "critic/vf_loss": total,
-            "critic/vf_clipfrac": (clipped > plain).sum(),
-            "critic/vpred_mean": new.sum(),
-            "tokens": tokens,
-        }
-        return total, tokens, {name: value.detach() for name, value in sums.items()}
+    in_loss = batch.in_loss
+    # Masked first: what lies there may be NaN, which a factor of 0 would not keep out of the gradient.
+    new, old, target = (torch.where(in_loss, each, 0.0) for each in (values, batch.values, batch.critic.returns))
+    plain = (new - target).square()
+    clipped = (old + (new - old).clamp(-clip_range, clip_range) - target).square()
+    total, tokens = 0.5 * torch.maximum(plain, clipped).sum(), in_loss.sum()
+    sums = {
+        "critic/vf_loss": total,
+        "critic/vf_clipfrac": (clipped > plain).sum(),
+        "critic/vpred_mean": new.sum(),
+        "tokens": tokens,
+    }
+    return total, tokens, {name: value.detach() for name, value in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -74,29 +69,19 @@ class Critic:
 
     optimization: Optimization
     scorer: ValueScorer
-    objective: ValueObjective
+    clip_range: float
 
     def with_values(self, updates: Updates) -> Updates:
         """The batches with values of the critic as it is now; collective."""
         # With --overlap-param-gather the first forward pass would wait for the ranks that have no batch.
         self.optimization.gather_parameters()
-        return [self._valued(part) for part in updates]
-
-    def _valued(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
         return [
-            replace(batch, critic=CriticValues(before(after, batch), after[batch.packing.cu_seqlens[1:].long() - 1]))
-            for batch, after in zip(batches, self.scorer.all_after(batches), strict=True)
+            [_with_values(*each) for each in zip(part, self.scorer.all_after(part), strict=True)] for part in updates
         ]
 
-    def update(self, updates: Updates, groups: ParallelGroups) -> tuple[dict[str, float], list[UpdateOutcome]]:
+    def update(self, updates: Updates) -> tuple[dict[str, float], list[UpdateOutcome]]:
         """One optimizer step for each of ``updates``; collective. Metrics under verl's names, and the outcomes."""
-        outcomes: list[UpdateOutcome] = []
-        sums: list[Sums] = []
-        for part in updates:
-            outcome, seen = update(self.optimization, part, self.scorer.forward, self._loss)
-            outcomes.append(outcome)
-            sums += seen
-        totals = reduced(sums, groups.loss_group, self.optimization.policy.device)
+        outcomes, totals = self.scorer.update(self.optimization, updates, self._loss)
         tokens = max(float(totals.pop("tokens")), 1.0)
         metrics = {name: float(total) / tokens for name, total in totals.items()}
         metrics |= {
@@ -107,7 +92,12 @@ class Critic:
         return metrics | self.scorer.balance_metrics(), outcomes
 
     def _loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        return self.objective(before(self.scorer.after(output, batch), batch), batch)
+        return value_loss(before(self.scorer.after(output, batch), batch), batch, self.clip_range)
+
+
+def _with_values(batch: TokenBatch, after: torch.Tensor) -> TokenBatch:
+    ends = after[batch.packing.cu_seqlens[1:].long() - 1]
+    return replace(batch, critic=CriticValues(before(after, batch), ends))
 
 
 def whitened(updates: Updates, groups: ParallelGroups, device: torch.device, epsilon: float) -> Updates:

@@ -17,10 +17,9 @@ from megatron_rl.errors import ConfigError, TrainingError
 def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
     """The data-parallel rank of each sample, with about the same number of tokens on all ranks.
 
-    Longest first, each sample goes to the rank with the fewest tokens so far (LPT: Graham, 1969). Ranks
-    within one per cent of a rank's share count as equal, and of those the one with the fewest samples takes
-    it: token counts come first, sample counts second. Of 4,096 log-normal lengths on 64 ranks the fullest
-    has 0.4 % above its share, and all have 63 to 65 samples. Nothing is random: all ranks agree.
+    Longest first, each sample goes to the rank with the fewest tokens so far (LPT: Graham, 1969). Ranks within one per
+    cent of a rank's share count as equal, and of those the one with the fewest samples takes it. Of 4,096 log-normal
+    lengths on 64 ranks the fullest has 0.4 % above its share, and all have 63 to 65 samples. All ranks agree.
 
     Returns:
         One rank per sample, in the order of ``lengths``; every rank occurs if there are enough samples.
@@ -40,17 +39,11 @@ def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
 def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]]:
     """Best-fit decreasing: each sample, longest first, goes into the fullest bin that still has room for it.
 
-    Guarantees at most 11/9 of the optimal number of bins plus 4 (Johnson, 1974); with hundreds of log-normal
-    lengths bins are 98 to 99.9 % full. The order of the bins is shuffled: left as it is, all long samples
-    would come first in every step.
-
-    Args:
-        lengths: tokens of each sample, 1 or more.
-        capacity: tokens of a bin.
-        seed: of the shuffle; the same seed gives the same order.
+    Guarantees at most 11/9 of the optimal number of bins plus 4 (Johnson, 1974); with hundreds of log-normal lengths
+    bins are 98 to 99.9 % full. Their order is shuffled by ``seed``: else all long samples would come first.
 
     Returns:
-        Bins of indices into ``lengths``; every index once, none empty.
+        Bins of at most ``capacity`` tokens, indices into ``lengths``; every index once, none empty.
 
     Raises:
         ConfigError: a sample is longer than a bin (names the first one).

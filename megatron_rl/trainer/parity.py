@@ -95,8 +95,11 @@ class ParityGate:
 
     def is_due(self, step: int) -> bool:
         """Before the first update with a recipe, and every `--rl-mismatch-interval` steps; 0 is never again."""
+        return self._checked != self._quantization.recipe or self._is_at_interval(step)
+
+    def _is_at_interval(self, step: int) -> bool:
         interval = self._settings.rl_mismatch_interval
-        return self._checked != self._quantization.recipe or (interval > 0 and step % interval == 0)
+        return interval > 0 and step % interval == 0
 
     def check(self, updates: Sequence[Sequence[TokenBatch]], rewards: StepRewards | None) -> ParityReport:
         """Score the samples and judge by the tokens that the weights of the step's beginning drew; collective."""
@@ -120,11 +123,8 @@ class ParityGate:
         return ParityReport(self._format, tokens, metrics, self._problems(metrics))
 
     def logged(self, step: int, report: ParityReport) -> dict[str, float]:
-        """What goes into the step's row. The check after a restart is extra and does not: a resumed run logs the
-        rows of an undisturbed one.
-        """
-        interval = self._settings.rl_mismatch_interval
-        return report.metrics if step == 1 or (interval > 0 and step % interval == 0) else {}
+        """What goes into the step's row: not that of the check after a restart, which an undisturbed run has not."""
+        return report.metrics if step == 1 or self._is_at_interval(step) else {}
 
     def act_on(self, report: ParityReport) -> bool:
         """Log the report; True when the rollout is to be done again with a safer recipe.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,40 +16,12 @@ from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objecti
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.collectives import gather_vectors
-from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.critic import Critic, value_metrics, whitened
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
-from megatron_rl.trainer.picking import picked
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import Teacher
-from megatron_rl.trainer.update import Sums, Updates, reduced, update
-
-
-@dataclass(frozen=True)
-class TrainOutcome:
-    """The result of a step's updates; equal on all ranks but for the batches."""
-
-    metrics: dict[str, float]
-    updates: Updates
-    """What was trained on, with advantages and the log-probs that stay fixed."""
-    of_policy: Sequence[UpdateOutcome] = ()
-    of_critic: Sequence[UpdateOutcome] = ()
-
-    @property
-    def applied_updates(self) -> int:
-        """Of the policy."""
-        return sum(one.applied for one in self.of_policy)
-
-    @property
-    def critic_updates(self) -> int:
-        """Applied to the critic."""
-        return sum(one.applied for one in self.of_critic)
-
-    @property
-    def skipped_updates(self) -> int:
-        """Of both, left out because their gradient was not finite."""
-        return sum(one.skipped for one in (*self.of_policy, *self.of_critic))
+from megatron_rl.trainer.update import TrainOutcome, Updates, outcome_metrics
 
 
 class ReferencePolicy:
@@ -93,9 +65,9 @@ class PolicyTrainer:
     advantage: Function
     objective: PolicyObjective
     iterations: int
-    reference: ReferencePolicy | None
-    groups: ParallelGroups
     timer: PhaseTimer
+    reference: ReferencePolicy | None = None
+    """None without a KL penalty."""
     teacher: Teacher | None = None
     critic: Critic | None = None
     """None where the advantage needs none."""
@@ -108,23 +80,19 @@ class PolicyTrainer:
         ``critic_alone`` leaves the policy as it is.
         """
         if not updates:
-            return TrainOutcome({}, ())
+            return TrainOutcome({})
         scored = self._score(_each(updates, lambda batch: replace(batch, step=rewards)))
-        metrics = advantage_metrics(scored, self.groups.data_group)
+        groups, device = self.scorer.groups, self.scorer.device
+        metrics = advantage_metrics(scored, groups.data_group)
         of_critic: list[UpdateOutcome] = []
         if self.critic is not None:
             with self.timer.phase("update_critic"):
-                own, of_critic = self.critic.update([*scored] * self.iterations, self.groups)
-            metrics |= own | value_metrics(scored, self.groups, self.scorer.device)
+                own, of_critic = self.critic.update([*scored] * self.iterations)
+            metrics |= own | value_metrics(scored, groups, device)
         outcomes: list[UpdateOutcome] = []
         if not critic_alone:
-            sums: list[Sums] = []
             with self.timer.phase("update_actor"):
-                for part in [*scored] * self.iterations:
-                    outcome, seen = update(self.optimization, part, self.scorer.forward, self._loss)
-                    outcomes.append(outcome)
-                    sums += seen
-                totals = reduced(sums, self.groups.loss_group, self.optimization.policy.device)
+                outcomes, totals = self.scorer.update(self.optimization, [*scored] * self.iterations, self._loss)
                 balance = self.scorer.balance_metrics()
             metrics |= objective_metrics(totals) | outcome_metrics(outcomes) | balance
         return TrainOutcome(metrics, scored, outcomes, of_critic)
@@ -151,8 +119,13 @@ class PolicyTrainer:
         updates = _each(updates, self._with_advantages)
         epsilon = getattr(self.advantage, "whitening_epsilon", None)
         if epsilon is not None:
-            updates = whitened(updates, self.groups, self.scorer.device, epsilon)
-        return picked(self.objective.loss, updates, self.groups.data_group)
+            updates = whitened(updates, self.scorer.groups, self.scorer.device, epsilon)
+        select = getattr(self.objective.loss, "select_tokens", None)
+        return updates if select is None else [select(part, self._of_all_ranks) for part in updates]
+
+    def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        """The vectors of all training replicas end to end; on the CPU, collective."""
+        return torch.cat(gather_vectors(own, self.scorer.groups.data_group))
 
     def _with_logprobs(self, updates: Updates, name: str) -> Updates:
         """Of the model as it is now, under ``name``."""
@@ -193,23 +166,3 @@ def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[s
         "critic/advantages/max": advantages.max().item(),
         "critic/advantages/min": advantages.min().item(),
     }
-
-
-def sequence_advantages(batch: TokenBatch) -> dict[tuple[int, int], float]:
-    """The mean advantage of the tokens of each sequence, by the number of its sample and its own in the sample."""
-    numbers = zip(batch.samples.sample_id, batch.samples.sequence.tolist(), strict=False)
-    return dict(zip(numbers, batch.sequence_means(batch.advantages).tolist(), strict=False))
-
-
-def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
-    """Optimizer metrics of a step's updates: the mean norm, the last learning rate."""
-    metrics = {
-        "actor/grad_norm": sum(outcome.grad_norm for outcome in outcomes) / len(outcomes),
-        "actor/lr": outcomes[-1].learning_rate,
-        "actor/skipped_updates": float(sum(outcome.skipped for outcome in outcomes)),
-        "actor/empty_updates": float(sum(outcome.is_empty for outcome in outcomes)),
-    }
-    zeros = [outcome.num_zeros for outcome in outcomes if outcome.num_zeros is not None]
-    if zeros:
-        metrics["actor/num_zeros_in_grad"] = float(sum(zeros)) / len(zeros)
-    return metrics

@@ -19,7 +19,8 @@ from megatron_rl.models.attention.plan import PackedPlan
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.trainer.schedule import Forward, through_schedule
+from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
+from megatron_rl.trainer.update import Forward, Loss, Sums, Updates, reduced, through_schedule, update
 
 
 class PackedForward:
@@ -29,8 +30,7 @@ class PackedForward:
         """``balance``: of a model with experts, for passes with gradients."""
         self._balance = balance
         self._policy = policy
-        self._context_group = groups.context_group
-        self._pipeline_group = groups.pipeline_group if groups.pipeline_group.size() > 1 else None
+        self.groups = groups
         self._tensor_group = groups.tensor_group if groups.tensor_group.size() > 1 else None
 
     @property
@@ -42,6 +42,18 @@ class PackedForward:
         """How busy experts were in the passes with gradients since the last call; collective over the job."""
         return {} if self._balance is None else self._balance.metrics()
 
+    def update(
+        self, optimization: Optimization, updates: Updates, loss: Loss
+    ) -> tuple[list[UpdateOutcome], dict[str, torch.Tensor]]:
+        """One optimizer step of the model for each of ``updates``, and the sums of all of them; collective."""
+        outcomes: list[UpdateOutcome] = []
+        sums: list[Sums] = []
+        for micro_batches in updates:
+            outcome, seen = update(optimization, micro_batches, self.forward, loss)
+            outcomes.append(outcome)
+            sums += seen
+        return outcomes, reduced(sums, self.groups.loss_group, self.device)
+
     def _read_all(self, batches: Sequence[TokenBatch], forward: Forward, read: Callable[..., Any]) -> list[Any]:
         return through_schedule(self._policy.chunks, batches, forward, read, forward_only=True) if batches else []
 
@@ -49,11 +61,12 @@ class PackedForward:
         self, own: Sequence[torch.Tensor], batches: Sequence[TokenBatch], dtype: torch.dtype
     ) -> list[torch.Tensor]:
         """What the last stage has, [T] for each batch, on all stages."""
-        if self._pipeline_group is None or not batches:
+        stages = self.groups.pipeline_group
+        if stages.size() == 1 or not batches:
             return list(own)
         shape = len(batches), batches[0].loss_mask.numel()
         values = torch.stack(list(own)) if own else torch.empty(shape, dtype=dtype, device=self.device)
-        dist.broadcast(values, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
+        dist.broadcast(values, group=stages, group_src=stages.size() - 1)
         return list(values)
 
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
@@ -67,7 +80,7 @@ class PackedForward:
             packed = packing.lengths, packing.cu_seqlens, position_ids
             plan = PackedPlan.build(*packed, *further, policy.windows)
         else:
-            plan = ContextPlan.of(packing, *further, self._context_group, policy.windows)
+            plan = ContextPlan.of(packing, *further, self.groups.context_group, policy.windows)
             token_ids, position_ids = token_ids[packing.share.local], position_ids[packing.share.local]
         if batch.samples.routing is not None:
             plan.routing = self._routing(batch)
@@ -133,7 +146,7 @@ class Scorer(PackedForward):
             tensor_group=self._tensor_group,
             entropy=entropy,
             share=batch.packing.share,
-            context_group=self._context_group,
+            context_group=self.groups.context_group,
         )
         return replace(batch, current_logprobs=logprobs, entropy=entropies)
 
@@ -156,7 +169,7 @@ class Scorer(PackedForward):
         def read(logits: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
             top = self._top(logits)
             if batch.packing.share is not None:
-                top = batch.packing.share.whole(top, self._context_group)
+                top = batch.packing.share.whole(top, self.groups.context_group)
             return self.select(logits, batch, is_logits=True).current_logprobs, top
 
         found = self._read_all(batches, super().forward, read)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.batch import Sample
@@ -16,9 +15,8 @@ from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.optimizer import Optimization
-from megatron_rl.trainer.policy import TrainOutcome, outcome_metrics
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.update import reduced, update
+from megatron_rl.trainer.update import TrainOutcome, outcome_metrics
 from megatron_rl.types import Demonstration
 
 
@@ -32,11 +30,6 @@ class DemonstrationSource:
         self, demonstrations: Sequence[tuple[str, Demonstration]], tokenizer: Tokenizer, max_tokens: int
     ) -> None:
         """``demonstrations`` with the names of their environments."""
-        if not demonstrations:
-            raise EnvironmentFault(
-                "no environment of the list gives demonstrations, which supervised training needs; "
-                "add --perform-rl-step to train by RL"
-            )
         self._demonstrations = demonstrations
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -91,14 +84,12 @@ class SupervisedTrainer:
 
     optimization: Optimization
     scorer: Scorer
-    loss_group: dist.ProcessGroup
     timer: PhaseTimer
 
     def step(self, micro_batches: Sequence[TokenBatch]) -> TrainOutcome:
         """One update; collective."""
         with self.timer.phase("update_actor"):
-            outcome, sums = update(self.optimization, micro_batches, self.scorer.forward, self.loss)
-        totals = reduced(sums, self.loss_group, self.optimization.policy.device)
+            outcomes, totals = self.scorer.update(self.optimization, [micro_batches], self.loss)
         tokens = float(totals["tokens"])
         loss = float(totals["loss"]) / max(tokens, 1.0)
         metrics = {
@@ -106,8 +97,8 @@ class SupervisedTrainer:
             "train/perplexity": math.exp(min(loss, 50.0)),
             "perf/total_num_tokens": tokens,
         }
-        metrics |= outcome_metrics([outcome]) | self.scorer.balance_metrics()
-        return TrainOutcome(metrics, [micro_batches], [outcome])
+        metrics |= outcome_metrics(outcomes) | self.scorer.balance_metrics()
+        return TrainOutcome(metrics, [micro_batches], outcomes)
 
     def loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         """Of what `Scorer.forward` gives; the denominator is the answer tokens."""

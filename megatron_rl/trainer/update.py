@@ -1,22 +1,90 @@
-"""One optimizer step over several micro-batches, through megatron's schedule, and the sums of its statistics."""
+"""Micro-batches through megatron's schedules, over pipeline stages too, and one optimizer step over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
-from megatron_rl.trainer.schedule import Forward, through_schedule
 
+Forward = Callable[[torch.nn.Module, TokenBatch], torch.Tensor]
 Loss = Callable[[torch.Tensor, TokenBatch], MicroLoss]
 Sums = Mapping[str, torch.Tensor]
 Updates = Sequence[Sequence[TokenBatch]]
 """This rank's micro-batches of each update."""
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """The result of a step's updates, or of a whole step; equal on all ranks but for the batches."""
+
+    metrics: dict[str, float]
+    updates: Updates = ()
+    """What was trained on, with advantages and the log-probs that stay fixed; a step that is over keeps none."""
+    of_policy: Sequence[UpdateOutcome] = ()
+    of_critic: Sequence[UpdateOutcome] = ()
+    tokens: int = 0
+    """Generated (RL) or trained on (supervised)."""
+
+    @property
+    def applied_updates(self) -> int:
+        """Of the policy."""
+        return sum(one.applied for one in self.of_policy)
+
+    @property
+    def critic_updates(self) -> int:
+        """Applied to the critic."""
+        return sum(one.applied for one in self.of_critic)
+
+    @property
+    def skipped_updates(self) -> int:
+        """Of both, left out because their gradient was not finite."""
+        return sum(one.skipped for one in (*self.of_policy, *self.of_critic))
+
+
+def through_schedule(
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[TokenBatch],
+    forward: Forward,
+    read: Callable[[torch.Tensor, TokenBatch], Any],
+    forward_only: bool = False,
+) -> list[Any]:
+    """Forward and backward passes of all ``batches``; collective over the stages of a model copy.
+
+    Args:
+        chunks: this rank's, in their order: wrapped by DDP where gradients are wanted.
+        batches: at least one, the same on every stage. Over several stages all have one length, which sizes what a
+            stage receives, and interleaved their number is a multiple of the stages.
+        read: of the last chunk's output: with gradients loss, denominator and what is kept, else what is kept alone.
+
+    Returns:
+        What was kept of each micro-batch; nothing where the last layers are on another rank.
+    """
+
+    def step(left: Iterator[TokenBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(left)
+        # megatron names what it reads without a loss.
+        return forward(model, batch), lambda output, non_loss_data=True: read(output, batch)
+
+    several = len(chunks) > 1
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(batches) for _ in chunks] if several else iter(batches),
+        model=list(chunks) if several else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=batches[0].loss_mask.numel(),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
 
 
 def update(
@@ -70,3 +138,17 @@ def reduced(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=data_group)
     read = torch.cat((totals, maxima)).cpu().split([sizes[name] for name in [*added, *largest]])
     return {name: value if sizes[name] > 1 else value[0] for name, value in zip([*added, *largest], read, strict=True)}
+
+
+def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
+    """Optimizer metrics of a step's updates: the mean norm, the last learning rate."""
+    metrics = {
+        "actor/grad_norm": sum(outcome.grad_norm for outcome in outcomes) / len(outcomes),
+        "actor/lr": outcomes[-1].learning_rate,
+        "actor/skipped_updates": float(sum(outcome.skipped for outcome in outcomes)),
+        "actor/empty_updates": float(sum(outcome.is_empty for outcome in outcomes)),
+    }
+    zeros = [outcome.num_zeros for outcome in outcomes if outcome.num_zeros is not None]
+    if zeros:
+        metrics["actor/num_zeros_in_grad"] = float(sum(zeros)) / len(zeros)
+    return metrics

@@ -21,11 +21,11 @@ from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
-from megatron_rl.run.teaching import build_scorer
+from megatron_rl.run.rl import build_scorer
 from megatron_rl.run.weights import first_critic
 from megatron_rl.trainer import optimizer
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
+from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
@@ -83,8 +83,8 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
     if config.wants_critic:
         critic, advantage = with_critic(config, policy, groups), advantage_of(config)
     trainer = PolicyTrainer(
-        optimization, scorer, advantage, PolicyObjective.of(config), 1, ReferencePolicy(policy), groups, PhaseTimer(),
-        teacher, critic,
+        optimization, scorer, advantage, PolicyObjective.of(config), 1, PhaseTimer(),
+        ReferencePolicy(policy), teacher, critic,
     )  # fmt: skip
     builder = BatchBuilder(48, config.sequence_shares, policy.device, groups, config.stages)
     samples = random_samples(count)
@@ -130,7 +130,7 @@ def with_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -
     optimization.optimizer.reload_model_params()
     balance = BalanceLosses.of(config, optimization.policy.device, of_critic=True)
     scorer = ValueScorer(optimization.policy, groups, balance)
-    return Critic(optimization, scorer, ValueObjective(config.critic.rl_critic_clip_range))
+    return Critic(optimization, scorer, config.critic.rl_critic_clip_range)
 
 
 def critic_model(critic: Critic) -> PolicyModel:

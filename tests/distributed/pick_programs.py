@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.algorithms.covariance import places
+from megatron_rl.algorithms.covariance import TokenSelection, places
 from megatron_rl.algorithms.losses import clip_cov, kl_cov
-from megatron_rl.platform.groups import shut_down
-from megatron_rl.trainer.picking import picked
+from megatron_rl.platform.collectives import gather_vectors
+from megatron_rl.platform.groups import ParallelGroups, shut_down
 from tests.distributed.programs import join
 from tests.support.tokens import step_rewards, token_batch
 
@@ -38,11 +40,16 @@ def parts_of(packs: int) -> list[list[TokenBatch]]:
     return [part]
 
 
+def selected(loss: TokenSelection, part: Sequence[TokenBatch], groups: ParallelGroups) -> list[TokenBatch]:
+    """As the trainer asks for it."""
+    return loss.select_tokens(part, lambda own: torch.cat(gather_vectors(own, groups.data_group)))
+
+
 def picked_on_each_rank(name: str) -> list[int]:
     """The numbers of the tokens that this rank has picked; rank 0 has two of three micro-batches."""
     groups = join(tensor_size=1)
     loss = {"clip_cov": clip_cov.Loss(share=0.05, lower=0.1), "kl_cov": kl_cov.Loss(share=0.05)}[name]
     (part,) = parts_of(packs=3)
-    (own,) = picked(loss, [part[:2] if groups.rank == 0 else part[2:]], groups.data_group)
+    own = selected(loss, part[:2] if groups.rank == 0 else part[2:], groups)
     shut_down()
     return [number for batch in own for number in places(batch)[batch.picked].tolist()]

@@ -35,7 +35,7 @@ def hang(folder: str, hung: int) -> str:
     told = [Path(folder) / f"told.{rank}" for rank in range(2)]
     optimization = Optimization(tiny_policy(config), config)
     scorer = (_Hanging if groups.rank == hung else Scorer)(optimization.policy, groups, 1.0)
-    trainer = SupervisedTrainer(optimization, scorer, groups.loss_group, PhaseTimer())
+    trainer = SupervisedTrainer(optimization, scorer, PhaseTimer())
     batches = BatchBuilder(48, 1, optimization.policy.device, groups, config.stages).pack(random_samples(20), seed=1)
     threading.Thread(target=_release, args=(told,), daemon=True).start()
 

@@ -18,8 +18,7 @@ from megatron_rl import cli
 from megatron_rl.cli.model import model_config
 from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.families.family import SMALL
-from megatron_rl.generation import Generator, open_generator
-from megatron_rl.serving import serve
+from megatron_rl.generation import Generator, open_generator, serve
 from tests.support.endpoint import byte_tokenizer
 from tests.support.hugging_face import write_model
 from tests.support.launches import Launch, launched

@@ -101,3 +101,18 @@ def test_flash_attention_over_slots_with_lengths_on_the_device_under_capture() -
                 enable_gqa=True,
             )[0, :, 0]
             assert (captured[slot].float() - twin).abs().max() < 2e-2
+
+
+def test_the_tokens_that_a_loss_selects_are_those_of_the_cpu(one_rank) -> None:
+    from dataclasses import replace
+
+    from megatron_rl.algorithms.losses import kl_cov
+    from tests.distributed.pick_programs import parts_of, selected
+
+    def moved(record):
+        return replace(record, **{name: one.cuda() for name, one in vars(record).items() if torch.is_tensor(one)})
+
+    loss, (part,) = kl_cov.Loss(share=0.05), parts_of(packs=3)
+    there = [replace(moved(batch), packing=moved(batch.packing), samples=moved(batch.samples)) for batch in part]
+    for own, other in zip(selected(loss, part, one_rank), selected(loss, there, one_rank), strict=True):
+        assert torch.equal(own.picked, other.picked.cpu())

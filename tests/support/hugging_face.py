@@ -90,8 +90,8 @@ def reference_logits(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
 def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
     """This rank's logits by the forward pass that training uses, ``[T, V / ranks]``; none but on the last stage."""
     from megatron_rl.platform.groups import current_groups
-    from megatron_rl.trainer.schedule import through_schedule
     from megatron_rl.trainer.scoring import Scorer
+    from megatron_rl.trainer.update import through_schedule
 
     forward = Scorer(policy, current_groups(), 1.0).forward
     found = through_schedule(policy.chunks, [batch], forward, lambda output, _: output, forward_only=True)

@@ -82,7 +82,7 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
     ]
     builder = BatchBuilder(TOKENS, config.sequence_shares, policy.device, groups, config.stages)
     scorer = Scorer(policy, groups, 1.0)
-    trainer = SupervisedTrainer(optimization, scorer, groups.loss_group, PhaseTimer())
+    trainer = SupervisedTrainer(optimization, scorer, PhaseTimer())
     batches = builder.pack(samples, seed=1)
     trainer.step(batches)
     gc.collect()
@@ -111,7 +111,7 @@ def _held(tensors: Sequence[torch.Tensor]) -> int:
 def _estimated(config: RLConfig, ranks: int, stage: int) -> dict[str, int]:
     result = estimate(config, ranks, VOCABULARY, stage)
     found = {name: getattr(result, name) for name in ("weights", "gradients", "optimizer")}
-    return found | {"peak": result.activations + result.training_logits}
+    return found | {"peak": result.activations.update + result.training_logits.update}
 
 
 def problems_of(name: str) -> list[str]:

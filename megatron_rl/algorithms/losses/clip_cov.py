@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron_rl.algorithms import Terms, TokenBatch, option
 from megatron_rl.algorithms.counter_random import uniform
-from megatron_rl.algorithms.covariance import PicksTokens, places
+from megatron_rl.algorithms.covariance import TokenSelection, places
 from megatron_rl.algorithms.losses import clip
 from megatron_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(PicksTokens, clip.Loss):
+class Loss(TokenSelection, clip.Loss):
     """``clip``, and 0 at the tokens picked: ``share`` of the update's, at random of those within the bounds.
 
     They stay in the denominator. The authors' code leaves tokens that the ratio clips out of the draw; drawn here, such
@@ -41,7 +41,7 @@ class Loss(PicksTokens, clip.Loss):
             raise ConfigError([f"lower={self.lower:g} is not below upper={self.upper:g}; no token could be picked"])
 
     def priority(self, batch: TokenBatch, covariance: Tensor) -> Tensor:
-        """See ``PicksTokens``: random numbers of each token, other ones after every update."""
+        """See ``TokenSelection``: random numbers of each token, other ones after every update."""
         within = (covariance > self.lower) & (covariance < self.upper)
         return torch.where(within, uniform(batch.versions, places(batch)).double(), -math.inf)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import Terms, TokenBatch, log_ratio, option
-from megatron_rl.algorithms.covariance import PicksTokens
+from megatron_rl.algorithms.covariance import TokenSelection
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(PicksTokens):
+class Loss(TokenSelection):
     """``-rho A``, and ``+ beta |log rho|`` at the tokens picked: those of the largest covariance. Nothing is clipped.
 
     ``|log rho|`` is the authors' estimate of the KL to the policy before the update. Its gradient at rho = 1 is 0, so
@@ -23,7 +23,7 @@ class Loss(PicksTokens):
     """Weight of the penalty."""
 
     def priority(self, batch: TokenBatch, covariance: Tensor) -> Tensor:
-        """See ``PicksTokens``."""
+        """See ``TokenSelection``."""
         return covariance
 
     def __call__(self, batch: TokenBatch) -> Terms:

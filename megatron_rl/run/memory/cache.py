@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.platform.device import DeviceMemory, release, storages_of, take_back
+from megatron_rl.run.memory.estimate import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,10 @@ def plan_cache(
     fits = int((free - in_rollouts) * (1 - MARGIN if share is None else share))
     size = min(limit, fits)
     if size < min(sequence, limit):
+        more = "" if share is None else f"raise --rl-rollout-memory-fraction ({share:g}), "
         raise EngineError(
             f"no room for the KV cache: one sequence takes {in_words(sequence)}, and of {in_words(free)} free "
-            f"memory {in_words(fits)} can be used; {_to_raise(share)}lower --inference-max-seq-length, or use more "
+            f"memory {in_words(fits)} can be used; {more}lower --inference-max-seq-length, or use more "
             "tensor-parallel ranks, --use-distributed-optimizer or --rl-offload-optimizer-during-inference"
         )
     limited_by = "the largest batch" if limit == wanted else "--inference-dynamic-batching-buffer-size-gb"
@@ -67,16 +69,6 @@ def plan_cache(
         "stays" if stays else "is released",
     )  # fmt: skip
     return size, size < limit
-
-
-def _to_raise(share: float | None) -> str:
-    return "" if share is None else f"raise --rl-rollout-memory-fraction ({share:g}), "
-
-
-def in_words(size: int) -> str:
-    """Bytes for people."""
-    size = max(size, 0)
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
 class CacheResidency:

@@ -141,6 +141,19 @@ class OptimizerState:
         return self.host[index]
 
 
+class Holdings:
+    """What training holds of a model: gradients and optimizer state, and ``with_weights`` its weights, too."""
+
+    def __init__(self, optimization: Optimization, with_weights: bool = False) -> None:
+        self.gradients = Gradients(optimization)
+        self.state = OptimizerState(optimization, with_weights)
+
+    @property
+    def size(self) -> int:
+        """Bytes on the device now."""
+        return size_of(self.gradients.storages) + size_of(self.state.storages)
+
+
 class Weights:
     """The buffers that the distributed optimizer has all parameters in."""
 

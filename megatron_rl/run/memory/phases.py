@@ -17,22 +17,31 @@ there, without the teacher.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.errors import MemoryExhausted
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, max_over
-from megatron_rl.platform.device import DeviceMemory, storages_of
+from megatron_rl.platform.device import (
+    DeviceMemory,
+    OutOfMemoryOnAllRanks,
+    is_out_of_memory,
+    reason_of,
+)
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.run.memory.cache import CacheResidency, in_words, plan_cache
-from megatron_rl.run.memory.estimate import Estimate, estimate, slot_bytes
-from megatron_rl.run.memory.holdings import Gradients, OptimizerState, Weights, size_of
+from megatron_rl.run.memory.cache import CacheResidency, plan_cache
+from megatron_rl.run.memory.estimate import Estimate, estimate, in_words, slot_bytes
+from megatron_rl.run.memory.holdings import Holdings, Weights, size_of
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.types import Request
 
@@ -55,26 +64,22 @@ class Phases:
         self._groups = groups
         self._device = DeviceMemory(policy.device)
         self._estimate = estimate(config, groups.world_size, policy.vocab_size, groups.stage)
-        self._training: _Training | None = None
+        self.training: Training | None = None
+        """None where nothing is trained."""
         self._engine: Engine | None = None
-        self._cache = CacheResidency([], self._device, 0)
-        self._teacher: Sequence[torch.UntypedStorage] = ()
+        self.cache = CacheResidency([], self._device, 0)
         self._prompts: Callable[[], Sequence[Request]] | None = None
 
     @property
-    def _training_need(self) -> int:
+    def _update_need(self) -> int:
         """What an update takes beyond what is allocated now."""
-        if self._training is None:
+        if self.training is None:
             return 0
-        return self._estimate.passing + self._training.to_come(self._estimate)
+        return self._estimate.passing + self.training.to_come(self._estimate)
 
     def hold_training(self, optimization: Optimization, critic: Optimization | None = None) -> None:
         """Look after what training needs; without this nothing is trained, and nothing leaves."""
-        self._training = _Training(self._config, optimization, critic, self.quantization)
-
-    def hold_teacher(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Count the teacher's weights, which leave and come by themselves."""
-        self._teacher = storages
+        self.training = Training(self._config, optimization, critic, self.quantization)
 
     def cache_budget_gb(self) -> float | None:
         """The engine's KV cache in GiB; None: what its largest batch needs. Collective over the job.
@@ -86,16 +91,16 @@ class Phases:
         """
         flag = self._config.rollout.inference_dynamic_batching_buffer_size_gb
         given_back = state_to_come = 0
-        if self._training is not None:
-            given_back = self._training.given_back()
-            if not self._training.offloads:
-                state_to_come = self._training.to_come(self._estimate)
+        if self.training is not None:
+            given_back = self.training.given_back()
+            if not self.training.offloads:
+                state_to_come = self.training.to_come(self._estimate)
         # All ranks plan with the numbers of the worst: their schedulers must agree.
         worst = max_over(
             {
                 "not free": -self._device.free(),
-                "in rollouts": self._estimate.rollout_logits + state_to_come - given_back,
-                "in training": self._training_need,
+                "in rollouts": self._estimate.rollout_logits.rollout + state_to_come - given_back,
+                "in training": self._update_need,
             },
             dist.group.WORLD,
         )
@@ -119,25 +124,30 @@ class Phases:
         if it must.
         """
         self._engine, self._prompts = engine, prompts
-        training = self._training
-        self._cache = CacheResidency(
+        training = self.training
+        self.cache = CacheResidency(
             engine.cache_tensors,
             self._device,
             # After a rollout what has left is not home yet: an update takes its room too.
-            self._training_need + (0 if training is None else training.given_back()),
+            self._update_need + (0 if training is None else training.given_back()),
             lambda release: any_rank(release, self._groups.model_group),
             lambda: 0 if training is None else training.optimization.updates_begun,
             engine.forget_graphs,
         )
-        self._cache.after_rollout()
+        self.cache.after_rollout()
         self._release_copies()
-        return self._cache
+        return self.cache
 
     @contextlib.contextmanager
     def rollouts(self, quantized: bool = True) -> Iterator[None]:
-        """The model generates in here, on quantised weights if there are any and they are wanted."""
-        training = self._training
-        with rollout_mode(self._policy, () if training is None else training.optimization.wrapped):
+        """The model generates in here, on quantised weights if there are any and they are wanted.
+
+        Raises:
+            MemoryExhausted: it did not fit; says what to lower.
+        """
+        training = self.training
+        wrapped = () if training is None else training.optimization.wrapped
+        with out_of_memory_reported(self._config, "rollout"), rollout_mode(self._policy, wrapped):
             try:
                 if training is not None:
                     training.leave()
@@ -146,22 +156,27 @@ class Phases:
                 with self._format(quantized):
                     if training is not None and quantized:
                         training.leave_weights()
-                    self._cache.before_rollout()
+                    self.cache.before_rollout()
                     yield
-                    self._cache.after_rollout()
+                    self.cache.after_rollout()
                     self._come_home()
                 self._release_copies()  # the first rollout's audit reads both weights and copies
             except BaseException:
                 # The run ends, and what it saves may need the room. Nobody waits for another rank here: what has
                 # left comes home with the save.
-                self._cache.release()
+                self.cache.release()
                 raise
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """The trainer takes optimizer steps in here; what the rollouts need has left if the room is wanted."""
-        self._release_copies()  # a parity check has made them since the rollout
-        yield
+        """The trainer scores and takes optimizer steps in here; what rollouts need has left if the room is wanted.
+
+        Raises:
+            MemoryExhausted: it did not fit; says what to lower.
+        """
+        with out_of_memory_reported(self._config, "update"):
+            self._release_copies()  # a parity check has made them since the rollout
+            yield
 
     @contextlib.contextmanager
     def save(self) -> Iterator[None]:
@@ -169,36 +184,23 @@ class Phases:
         self._come_home()
         yield
 
-    def held(self) -> dict[str, int]:
-        """Bytes on this rank's device now, by the estimate's names; without activations and logits."""
-        training, weights = self._training, storages_of(self._policy.parameters())
-        return {
-            "weights": size_of(weights if training is None else training.weights.storages),
-            "gradients": 0 if training is None else size_of(training.gradients.storages),
-            "optimizer": 0 if training is None else size_of(training.state.storages),
-            "critic": 0 if training is None or training.critic is None else training.critic.held,
-            "quantized": self.quantization.linears.held_bytes if self.quantization.is_quantized else 0,
-            "teacher": size_of(self._teacher),
-            "kv_cache": 0 if self._engine is None else size_of(storages_of(self._engine.cache_tensors)),
-        }
-
     def _format(self, quantized: bool) -> contextlib.AbstractContextManager[None]:
         if not self.quantization.is_quantized:
             return contextlib.nullcontext()
         return self.quantization.rollout() if quantized else self.quantization.linears.suspended()
 
     def _release_copies(self) -> None:
-        if self._cache.is_released and self.quantization.is_quantized:
+        if self.cache.is_released and self.quantization.is_quantized:
             self.quantization.release()
 
     def _come_home(self) -> None:
-        if self._training is not None:
-            self._training.come_home()
-            if self._cache.is_released:
-                self._training.weights.forget_aside()
+        if self.training is not None:
+            self.training.come_home()
+            if self.cache.is_released:
+                self.training.weights.forget_aside()
 
     def _calibrate(self) -> None:
-        self._cache.before_rollout()
+        self.cache.before_rollout()
         engine = self._engine
         with self.quantization.calibrating():
             engine.begin(seed=0, policy_version=0)
@@ -208,7 +210,52 @@ class Phases:
                 engine.step()
 
 
-class _Training:
+@contextlib.contextmanager
+def out_of_memory_reported(config: RLConfig, phase: Literal["rollout", "update"]) -> Iterator[None]:
+    """Report an allocation that fails inside as one line that says what to lower.
+
+    Raises:
+        MemoryExhausted: in its place, once the memory that the failed call held is free again.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # Logits, activations and cache views are alive in the frames of the failed call: saving may need their room.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        where = "a rollout" if phase == "rollout" else "an update"
+        advice = _advice_for_rollouts(config) if phase == "rollout" else _advice_for_updates(config)
+        text = f"out of memory in {where} ({reason_of(error)}): {advice}"
+        raise MemoryExhausted(text, on_all_ranks=isinstance(error, OutOfMemoryOnAllRanks)) from None
+
+
+def _advice_for_rollouts(config: RLConfig) -> str:
+    rollout = config.rollout
+    budget, share = rollout.inference_dynamic_batching_buffer_size_gb, rollout.rl_rollout_memory_fraction
+    cache = f"--inference-dynamic-batching-buffer-size-gb ({'not given' if budget is None else budget})"
+    if share is not None:
+        cache = f"--rl-rollout-memory-fraction ({share:g})"
+    offload = ", or give --rl-offload-optimizer-during-inference"
+    return (
+        f"lower --inference-max-batch-size ({rollout.inference_max_batch_size}), {cache} or --rl-max-new-tokens "
+        f"({rollout.rl_max_new_tokens}){'' if rollout.rl_offload_optimizer_during_inference else offload}"
+    )
+
+
+def _advice_for_updates(config: RLConfig) -> str:
+    training = config.training
+    more = "recompute layers with --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if config.kernels.recompute_granularity == "full":
+        more = "use more tensor-parallel ranks"
+    return (
+        f"lower --rl-sequence-packing-bin-size ({training.rl_sequence_packing_bin_size}) or --micro-batch-size "
+        f"({training.micro_batch_size}), or {more}"
+    )
+
+
+class Training:
     """What training holds, and which of it rollouts do without."""
 
     def __init__(
@@ -219,15 +266,15 @@ class _Training:
         quantization: RolloutQuantization,
     ) -> None:
         self.optimization = optimization
-        self.critic = None if critic is None else _Critic(critic)
-        self.gradients = Gradients(optimization)
-        self.state = OptimizerState(optimization)
+        self.policy = Holdings(optimization)
+        self.critic = None if critic is None else Holdings(critic, with_weights=True)  # no rollout reads any of it
+        self.models = [self.policy] if self.critic is None else [self.policy, self.critic]
         self.weights = Weights(optimization)
         self.offloads = config.rollout.rl_offload_optimizer_during_inference
         self._quantization = quantization
         self._keeps = config.rollout.rl_keep_in_rollouts
         self._reads_all_weights = config.quantization.rl_evaluate_unquantized or quantization.wants_calibration
-        self._told = ""
+        self._reported = ""
 
     @property
     def _unread(self) -> list[torch.nn.Parameter]:
@@ -241,36 +288,35 @@ class _Training:
 
         Weights count where all rollouts are quantised: none evaluates without, and none calibrates first.
         """
-        unread, weights = set(self._unread), 0
+        unread, size = set(self._unread), 0
         if unread and not self._reads_all_weights:
             read = [parameter for parameter in self.optimization.policy.parameters() if parameter not in unread]
-            weights = size_of(self.weights.storages) - sum(parameter.nbytes for parameter in read)
-        held = [self] if self.critic is None else [self, self.critic]
-        gradients = 0 if "gradients" in self._keeps else sum(size_of(one.gradients.storages) for one in held)
-        return weights + gradients + (sum(size_of(one.state.storages) for one in held) if self.offloads else 0)
+            size = size_of(self.weights.storages) - sum(parameter.nbytes for parameter in read)
+        if "gradients" not in self._keeps:
+            size += sum(size_of(model.gradients.storages) for model in self.models)
+        return size + (sum(size_of(model.state.storages) for model in self.models) if self.offloads else 0)
 
     def to_come(self, estimate: Estimate) -> int:
         """Bytes of optimizer state that the first update will make."""
-        of_critic = 0 if self.critic is None else max(0, estimate.critic - self.critic.held)
-        return max(0, estimate.optimizer - size_of(self.state.storages)) + of_critic
+        of_critic = 0 if self.critic is None else max(0, estimate.critic.update - self.critic.size)
+        return max(0, estimate.optimizer.update - size_of(self.policy.state.storages)) + of_critic
 
     def leave(self) -> None:
         """Gradients, and if that was asked for the optimizer's state and all of the critic."""
-        held = [self] if self.critic is None else [self, self.critic]
-        before = sum(size_of(one.state.storages) for one in held)
-        for one in held if "gradients" not in self._keeps else ():
-            one.gradients.leave()
+        before = sum(size_of(model.state.storages) for model in self.models)
+        for model in self.models if "gradients" not in self._keeps else ():
+            model.gradients.leave()
         if not self.offloads:
             return
-        for one in held:
-            one.state.leave()
+        for model in self.models:
+            model.state.leave()
         what = "optimizer state" if self.critic is None else "optimizer state and critic"
         text = f"during rollouts {in_words(before)} of {what} wait on the host"
         if self.optimization.policy.device.type != "cuda":
             text += "; without a GPU the host's memory is the only one, so that gains nothing"
-        if text != self._told:
+        if text != self._reported:
             logger.info("%s", text)
-        self._told = text
+        self._reported = text
 
     def leave_weights(self) -> None:
         """Those that have quantised copies, made by now."""
@@ -279,22 +325,9 @@ class _Training:
 
     def come_home(self) -> None:
         """Everything an update needs; collective where weights have left."""
-        self.state.come_home()
+        self.policy.state.come_home()
         self.weights.come_home()
-        self.gradients.come_home()
+        self.policy.gradients.come_home()
         if self.critic is not None:
             self.critic.state.come_home()
             self.critic.gradients.come_home()
-
-
-class _Critic:
-    """Of a critic all may leave, rollouts read none of it."""
-
-    def __init__(self, optimization: Optimization) -> None:
-        self.gradients = Gradients(optimization)
-        self.state = OptimizerState(optimization, with_weights=True)
-
-    @property
-    def held(self) -> int:
-        """Bytes on the device now."""
-        return size_of(self.gradients.storages) + size_of(self.state.storages)

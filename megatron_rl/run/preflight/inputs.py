@@ -113,7 +113,6 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
 
 def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], supervised: bool) -> Iterator[str]:
     trained = [item for item in found if not item.evaluation_only]
-    longest = config.rollout.rl_max_new_tokens
     if not trained and not config.training.eval_only:
         yield f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"
         return
@@ -125,39 +124,34 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
         )
     if config.training.perform_rl_step:
         yield from _rewards_below(config, trained)
-        yield from _not_put_aside(config, trained)
-    if not supervised or config.training.eval_interval is not None:
-        yield from _unserved(config, found)
-    for item in trained if config.training.perform_rl_step and longest else ():
-        buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
-        if longest <= free_tokens:  # a length punishment that no answer can reach: one of two numbers is wrong
-            yield (
-                f"{item.name}: overlong_buffer {buffer} of max_response_tokens {max_tokens} begins "
-                f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
-            )
+        yield from _unsuited(config, trained)
+    generates = not supervised or config.training.eval_interval is not None
+    if generates and config.rollout.rl_inference_engine == "mcore":
+        for name in (item.name for item in found if item.is_harness):
+            yield f"{name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
     # Data that is trained on whole needs no test split where another entry is what models are measured by.
     if config.training.eval_interval is not None and not any(item.test_tasks for item in found):
         names = ", ".join(item.name for item in found)
         yield f"{names}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
 
 
-def _unserved(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[str]:
-    for item in (item for item in found if item.is_harness):
-        if config.rollout.rl_inference_engine == "mcore":
-            yield f"{item.name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
-
-
-def _not_put_aside(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
-    for item in trained if config.algorithm.rl_partial_rollouts else ():
-        if item.is_harness:
+def _unsuited(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
+    """Environments that cannot be put aside, or punish lengths that no answer has."""
+    longest = config.rollout.rl_max_new_tokens
+    for item in trained:
+        if config.algorithm.rl_partial_rollouts and (item.is_harness or item.max_turns > 1):
+            what = f"its conversations of up to {item.max_turns} turns cannot be put aside by --rl-partial-rollouts"
+            if item.is_harness:
+                what = (
+                    "a harness cannot be put aside by --rl-partial-rollouts, its program would have to wait for the "
+                    "next step"
+                )
+            yield f"{item.name}: {what}; leave one of them out"
+        buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
+        if longest and longest <= free_tokens:
             yield (
-                f"{item.name}: a harness cannot be put aside by --rl-partial-rollouts, its program would have to wait "
-                "for the next step; leave one of them out"
-            )
-        elif item.max_turns > 1:
-            yield (
-                f"{item.name}: its conversations of up to {item.max_turns} turns cannot be put aside by "
-                "--rl-partial-rollouts; leave one of them out"
+                f"{item.name}: overlong_buffer {buffer} of max_response_tokens {max_tokens} begins "
+                f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
             )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_layout_problems
-from megatron_rl.errors import ConfigError, Problem, collecting
+from megatron_rl.errors import Problem, collecting
 from megatron_rl.families import Architecture, read_model, weight_problems
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 
@@ -28,35 +27,26 @@ def teacher_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Prob
         problems += [Problem(None, line).under(_TEACHER) for line in weight_problems(model)]
         if config.model.is_complete:  # else the policy has no layout to compare with
             problems += teacher_layout_problems(config)
-        if tokenizer is not None:
-            tokens = _token_problems(str(model.directory), model.architecture.vocab_size, tokenizer)
-            problems += [Problem(_TEACHER, f"{_TEACHER} {model.directory}{line}") for line in tokens]
+        if tokenizer is None:
+            return problems
+        # It scores the ids of the policy's tokens: they must be its own.
+        rows, name = model.architecture.vocab_size, f"{_TEACHER} {model.directory}"
+        if rows < tokenizer.vocab_size:
+            text = (
+                f"{name}: the teacher knows {rows:,} tokens, and tokenizer {tokenizer.name!r} has "
+                f"{tokenizer.vocab_size:,}; use a teacher with the policy's vocabulary"
+            )
+            problems.append(Problem(_TEACHER, text))
+        elif difference := _tokenizer_difference(model.directory, tokenizer):
+            problems.append(Problem(_TEACHER, f"{name} {difference}; use a teacher of the policy's family"))
     return problems
 
 
-def _token_problems(directory: str, rows: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """It scores the ids of this tokenizer's tokens: they must be its own."""
-    if rows < tokenizer.vocab_size:
-        yield (
-            f": the teacher knows {rows:,} tokens, and tokenizer {tokenizer.name!r} has {tokenizer.vocab_size:,}; use "
-            "a teacher with the policy's vocabulary"
-        )
-    elif difference := _tokenizer_difference(directory, tokenizer, "the teacher's"):
-        yield f" {difference}; use a teacher of the policy's family"
-
-
-def _tokenizer_difference(directory: str, tokenizer: Tokenizer, whose: str) -> str | None:
-    """How the tokenizer of a model's directory differs, in words; None where it has none, or the same tokens.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if not any((Path(directory) / name).is_file() for name in _FILES_OF_A_TOKENIZER):
+def _tokenizer_difference(directory: Path, tokenizer: Tokenizer) -> str | None:
+    """How the tokenizer of a model's directory differs, in words; None where it has none, or the same tokens."""
+    if not any((directory / name).is_file() for name in _FILES_OF_A_TOKENIZER):
         return None
-    try:
-        difference = tokenizer.difference(load_tokenizer(directory))
-    except ConfigError as error:
-        raise ConfigError([f"{whose} tokenizer: {line}" for line in error.lines]) from error
+    difference = tokenizer.difference(load_tokenizer(str(directory)))
     return None if difference is None else f"has another tokenizer than {tokenizer.name!r}: {difference}"
 
 
@@ -76,9 +66,8 @@ def critic_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Probl
                 f"{directory}: it knows {found.vocab_size:,} tokens and the policy {rows:,}; use a model with the "
                 "policy's tokenizer"
             )
-        elif tokenizer is not None:
-            difference = _tokenizer_difference(str(model.directory), tokenizer, "the critic's")
-            lines += [] if difference is None else [f"{directory}: it {difference}; use a model of the policy's family"]
+        elif tokenizer is not None and (difference := _tokenizer_difference(model.directory, tokenizer)):
+            lines.append(f"{directory}: it {difference}; use a model of the policy's family")
         problems += [Problem(None, line).under(_CRITIC) for line in lines]
     return problems
 

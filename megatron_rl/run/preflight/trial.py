@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import CLIPPED, Extension, StepRewards, TokenBatch
 from megatron_rl.algorithms.batch import Aggregation, CriticValues, Packing, Sample
-from megatron_rl.algorithms.covariance import PicksTokens
+from megatron_rl.algorithms.covariance import TokenSelection
 from megatron_rl.algorithms.extension import Baseline, Composed, advantage_of, correction_of, filter_of, loss_of
 from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.environments.child import answer_parent
@@ -111,7 +111,7 @@ def four_tokens(config: RLConfig, device: torch.device, **further: Any) -> Token
 def _loss(config: RLConfig, device: torch.device) -> None:
     loss, current = loss_of(config), torch.tensor([torch.nan, -1.01, torch.nan, -0.99], device=device)
     _constant(LOSSES, config.algorithm.rl_policy_loss, loss, "AGGREGATION", get_args(Aggregation))
-    picked = torch.tensor([False, True, False, False], device=device) if isinstance(loss, PicksTokens) else None
+    picked = torch.tensor([False, True, False, False], device=device) if isinstance(loss, TokenSelection) else None
     batch = four_tokens(config, device, current_logprobs=current.requires_grad_(), picked=picked)
     per_token, gradient = _values(loss(batch), batch, "loss"), None
     if per_token.requires_grad:

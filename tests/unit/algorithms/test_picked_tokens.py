@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.algorithms.covariance import PicksTokens, covariance, moments, places
+from megatron_rl.algorithms.covariance import TokenSelection, covariance, moments, places
 from megatron_rl.algorithms.losses import clip, clip_cov, kl_cov
 from megatron_rl.errors import ConfigError
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.trainer.picking import picked
-from tests.distributed.pick_programs import parts_of
+from tests.distributed.pick_programs import parts_of, selected
 from tests.support.ranks import run_ranks
 from tests.support.tokens import step_rewards, token_batch
 
@@ -39,8 +38,8 @@ def batch_of(
     )  # fmt: skip
 
 
-def pick(loss: PicksTokens, groups: ParallelGroups, batch: TokenBatch) -> TokenBatch:
-    ((found,),) = picked(loss, [[batch]], groups.data_group)
+def pick(loss: TokenSelection, groups: ParallelGroups, batch: TokenBatch) -> TokenBatch:
+    (found,) = selected(loss, [batch], groups)
     return found
 
 
@@ -128,9 +127,9 @@ def test_packing_and_ranks_change_nothing(one_rank: ParallelGroups, name: str) -
         (part,) = updates
         return {number for batch in part for number in places(batch)[batch.picked].tolist()}
 
-    whole = numbers(picked(loss, parts_of(packs=1), one_rank.data_group))
+    whole = numbers([selected(loss, part, one_rank) for part in parts_of(packs=1)])
     assert len(whole) == 30
-    assert numbers(picked(loss, parts_of(packs=3), one_rank.data_group)) == whole
+    assert numbers([selected(loss, part, one_rank) for part in parts_of(packs=3)]) == whole
     reports = run_ranks("tests.distributed.pick_programs:picked_on_each_rank", 2, name=name)
     assert set(reports[0]) | set(reports[1]) == whole
     assert len(reports[0]) + len(reports[1]) == len(whole)

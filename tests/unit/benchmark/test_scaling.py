@@ -164,13 +164,15 @@ def test_memory_is_the_estimates(model: Model, layout: Layout) -> None:
     stages = [estimate(config, layout.gpus, vocabulary, stage) for stage in (0, layout.pipeline - 1)]
     ours = memory(model, layout, 16384, 16384)
     for mine, theirs in (
-        (ours.weights, stages[0].weights), (ours.gradients, stages[0].gradients), (ours.optimizer, stages[0].optimizer),
-        (ours.copies, stages[0].quantized),
+        (ours.weights, stages[0].weights.update), (ours.gradients, stages[0].gradients.update),
+        (ours.optimizer, stages[0].optimizer.update),
+        (ours.copies, stages[0].quantized.update),
     ):  # fmt: skip
         assert mine == pytest.approx(theirs, rel=0.01)
-    assert ours.rest == pytest.approx(stages[0].weights_in_rollouts, abs=0.01 * ours.weights)
-    assert 3 * ours.row == stages[0].kv_cache
-    assert ours.activations == pytest.approx(max(one.activations + one.training_logits for one in stages), rel=2e-3)
+    assert ours.rest == pytest.approx(stages[0].weights.rollout, abs=0.01 * ours.weights)
+    assert 3 * ours.row == stages[0].kv_cache.rollout
+    most = max(one.activations.update + one.training_logits.update for one in stages)
+    assert ours.activations == pytest.approx(most, rel=2e-3)
 
 
 def test_memory_of_layouts_that_the_estimate_does_not_know() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.read import read_config
 from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.errors import ConfigError
-from megatron_rl.run.preflight.extensions import extension_problems
+from megatron_rl.run.preflight import extension_problems
 from tests.support.flags import parse_config
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config.rl_config import resolve
 from megatron_rl.errors import ConfigError
-from megatron_rl.run.preflight.extensions import extension_problems
+from megatron_rl.run.preflight import extension_problems
 from tests.support.flags import parse_config
 
 

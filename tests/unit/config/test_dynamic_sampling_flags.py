@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config.rl_config import resolve
-from megatron_rl.run.preflight.extensions import extension_problems
+from megatron_rl.run.preflight import extension_problems
 
 
 def test_as_many_prompts_are_started_as_are_wanted(config):

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_rl.config.read import read_config
 from megatron_rl.families import Stages
-from megatron_rl.run.memory.estimate import estimate
-from megatron_rl.run.memory.estimate_table import report_text
+from megatron_rl.run.memory.estimate import estimate, report_text
 
 SUPERVISED = [
     "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "8", "--seq-length", "128", "--lr", "1e-3",
@@ -101,8 +100,8 @@ def test_a_stage_keeps_the_micro_batches_that_are_on_their_way(chunks: int, in_f
     one, problems = read_config(SUPERVISED, 4)
     staged, more = read_config([*SUPERVISED, PP, "4", "--num-virtual-stages-per-pipeline-rank", str(chunks)], 4)
     assert problems == more == []
-    a_stage = (estimate(one, 4, 1000).activations - ends) / 4
-    found = [estimate(staged, 4, 1000, stage).activations for stage in range(4)]
+    a_stage = (estimate(one, 4, 1000).activations.update - ends) / 4
+    found = [estimate(staged, 4, 1000, stage).activations.update for stage in range(4)]
     assert found == [a_stage * count + (ends if stage == 3 else 0) for stage, count in enumerate(in_flight)]
 
 
@@ -111,10 +110,11 @@ def test_the_estimate_is_of_the_fullest_stage() -> None:
     assert problems == []
     first, last = (estimate(config, 4, 1000, stage) for stage in range(2))
     whole, _ = read_config(SUPERVISED, 2)
-    assert first.parameters == last.parameters == estimate(whole, 2, 1000).parameters
-    assert 0 < first.parameters_per_rank < first.parameters
+    assert first.sizes.parameters == last.sizes.parameters == estimate(whole, 2, 1000).sizes.parameters
+    assert 0 < first.sizes.parameters_per_rank < first.sizes.parameters
     # The first stage has two micro-batches under way, the last one the logits.
-    assert first.activations > last.activations and last.training_logits > first.training_logits == 0
+    assert first.activations.update > last.activations.update
+    assert last.training_logits.update > first.training_logits.update == 0
     fullest = estimate(config, 4, 1000)
     assert fullest.training == max(first.training, last.training)
     text = report_text(config, fullest)

@@ -20,7 +20,7 @@ from megatron_rl.models.attention.backend import Requirements
 from megatron_rl.models.attention.selection import fault_of_packed
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FAMILIES, FILTERS, LOSSES, RECIPES
-from megatron_rl.run.preflight.extensions import extension_problems
+from megatron_rl.run.preflight import extension_problems
 from megatron_rl.types import Transcript
 from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits, reference_logits, write_model
 from tests.support.tokens import one_token_a_sample, step_rewards, token_batch

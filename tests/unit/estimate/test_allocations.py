@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import megatron_rl.run.memory.estimate
+import megatron_rl.run.memory.estimate_parts
 from megatron_rl.algorithms import logprobs
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.config.rl_config import RLConfig
@@ -64,9 +64,9 @@ def test_weights(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
     config = tiny_config(**changes)
     policy = tiny_policy(config)
     result = estimated(config)
-    assert (result.parameters, result.parameters_per_rank) == (policy.num_parameters, policy.num_parameters)
-    assert result.padded_vocab_size == policy.padded_vocab_size
-    assert result.weights == held(policy.gpt.parameters())
+    assert (result.sizes.parameters, result.sizes.parameters_per_rank) == (policy.num_parameters, policy.num_parameters)
+    assert result.sizes.padded_vocab_size == policy.padded_vocab_size
+    assert result.weights.update == held(policy.gpt.parameters())
 
 
 # -- gradients and optimizer -------------------------------------------------------------------
@@ -103,11 +103,11 @@ def test_weights_gradients_and_optimizer(one_rank: ParallelGroups, shape: str, c
     result = estimated(config)
     parameters = list(optimization.policy.gpt.parameters())
     buffers = optimization.wrapped[0].buffers
-    assert result.weights == held(parameters)
-    assert result.gradients == sum(buffer.grad_data.nbytes for buffer in buffers)
+    assert result.weights.update == held(parameters)
+    assert result.gradients.update == sum(buffer.grad_data.nbytes for buffer in buffers)
     known = {t.untyped_storage().data_ptr() for t in (*parameters, *(buffer.grad_data for buffer in buffers))}
     own = [t for t in optimizer_tensors(optimization) if t.untyped_storage().data_ptr() not in known]
-    assert result.optimizer == sum({t.data_ptr(): t.nbytes for t in own}.values())
+    assert result.optimizer.update == sum({t.data_ptr(): t.nbytes for t in own}.values())
 
 
 # -- rollouts ----------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ def test_kv_cache(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
         kv_cache_dtype=requirements_of(config).cache_dtype,
     )
     result = estimated(config)
-    assert result.cache_slots == engine.max_batch_size
-    assert result.kv_cache == held([*engine.cache.keys, *engine.cache.values])
+    assert result.sizes.cache_slots == engine.max_batch_size
+    assert result.kv_cache.rollout == held([*engine.cache.keys, *engine.cache.values])
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name != "none"])
@@ -147,7 +147,7 @@ def test_quantised_copies(one_rank: ParallelGroups, recipe: str, skip: tuple[str
     config = tiny_config(**shape, rl_rollout_quantization=recipe)
     config = replace(config, quantization=replace(config.quantization, rl_quantization_skip=skip))
     copies = QuantizedLinears(tiny_policy(config).gpt, RECIPES.get(recipe), skip)
-    assert estimated(config).quantized == copies.stored_bytes > 0
+    assert estimated(config).quantized.update == copies.stored_bytes > 0
 
 
 FOUR_BITS = """
@@ -173,24 +173,24 @@ def test_a_recipe_of_four_bits_by_its_path(one_rank: ParallelGroups, tmp_path: P
     recipe = f"{tmp_path}/four_bits.py:RECIPE"
     config = tiny_config(num_layers=3, ffn_hidden_size=200, rl_rollout_quantization=recipe)
     copies = QuantizedLinears(tiny_policy(config).gpt, RECIPES.get(recipe))
-    bytes_ = estimated(config).quantized
+    bytes_ = estimated(config).quantized.update
     assert bytes_ == copies.stored_bytes
     eight = replace(config, quantization=replace(config.quantization, rl_rollout_quantization="int8"))
-    assert bytes_ < 0.6 * estimated(eight).quantized
+    assert bytes_ < 0.6 * estimated(eight).quantized.update
 
 
 def test_unquantised_rollouts_have_no_copies() -> None:
-    assert estimated(tiny_config()).quantized == 0
+    assert estimated(tiny_config()).quantized.update == 0
 
 
 def test_the_reference_is_two_copies_in_host_memory(one_rank: ParallelGroups) -> None:
     config = tiny_config(bf16=True, grpo_kl_beta=0.01)
     policy, before = tiny_policy(config), held(alive())
     reference = ReferencePolicy(policy)
-    assert estimated(config).reference_on_host == 2 * (held(alive()) - before)
+    assert estimated(config).reference.host == 2 * (held(alive()) - before)
     with reference.swapped_in():
-        assert estimated(config).reference_on_host == held(alive()) - before
-    assert estimated(tiny_config()).reference_on_host == 0
+        assert estimated(config).reference.host == held(alive()) - before
+    assert estimated(tiny_config()).reference.host == 0
     assert estimated(tiny_config()).training == estimated(tiny_config(grpo_kl_beta=0.01)).training
 
 
@@ -233,7 +233,7 @@ def kept_for_backward(config: RLConfig, groups: ParallelGroups) -> int:
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_activations_of_a_bin(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
     config = tiny_config(**BIN, **changes)
-    assert estimated(config).activations == pytest.approx(kept_for_backward(config, one_rank), rel=0.03)
+    assert estimated(config).activations.update == pytest.approx(kept_for_backward(config, one_rank), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -244,21 +244,21 @@ def test_activations_with_whole_layers_recomputed(
 ) -> None:
     """The forward pass keeps the groups' inputs; of the ``alive`` layers of one group the backward pass has all."""
     border = 4 * TOKENS * 128
-    plain = estimated(tiny_config(**BIN)).activations
+    plain = estimated(tiny_config(**BIN)).activations.update
     layer = (plain - 2 * border) // LAYERS
     config = tiny_config(
         **BIN, recompute_granularity="full", recompute_method=method, recompute_num_layers=count
     )
     kept = kept_for_backward(config, one_rank)
     assert kept == pytest.approx((inputs + 2) * border, rel=0.1)
-    assert estimated(config).activations == (inputs + 2) * border + alive * layer
+    assert estimated(config).activations.update == (inputs + 2) * border + alive * layer
 
 
 def test_only_some_layers_recomputed(one_rank: ParallelGroups) -> None:
     config = tiny_config(
         **BIN, recompute_granularity="full", recompute_method="block", recompute_num_layers=1
     )
-    assert estimated(config).activations == pytest.approx(kept_for_backward(config, one_rank), rel=0.03)
+    assert estimated(config).activations.update == pytest.approx(kept_for_backward(config, one_rank), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_training_logits(
     one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, is_fused: bool, changes: dict[str, object]
 ) -> None:
     """The most that output layer and log-probs allocate, forward and backward, in chunks that are small beside it."""
-    monkeypatch.setattr(megatron_rl.run.memory.estimate, "PRODUCT_ELEMENTS", 2**17)
-    monkeypatch.setattr(megatron_rl.run.memory.estimate, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(megatron_rl.run.memory.estimate_parts, "PRODUCT_ELEMENTS", 2**17)
+    monkeypatch.setattr(megatron_rl.run.memory.estimate_parts, "LOGITS_AT_ONCE", 2**14)
     monkeypatch.setattr(logprobs, "CPU_PRODUCT_ELEMENTS", 2**17)
     monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", 2**14)
     config = tiny_config(
@@ -291,4 +291,4 @@ def test_training_logits(
     for event in profiled.profiler.kineto_results.events():
         allocated += event.nbytes() if event.name() == "[memory]" else 0
         most = max(most, allocated)
-    assert estimate(config, 1, 4096).training_logits == pytest.approx(most, rel=0.1)
+    assert estimate(config, 1, 4096).training_logits.update == pytest.approx(most, rel=0.1)

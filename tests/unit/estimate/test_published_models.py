@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.read import read_config
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.run.memory.estimate import Estimate, estimate
-from megatron_rl.run.memory.estimate_table import report_text
+from megatron_rl.run.memory.estimate import Estimate, estimate, report_text
 from tests.support.recipes import launched
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo" / "run.sh"
@@ -57,20 +57,20 @@ def test_parameters_of_qwen(shape: dict[str, int], parameters: int) -> None:
     flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
     config = example(*flags, "--tensor-model-parallel-size", "1", ranks=8)
     result = estimate(config, 8, PUBLISHED_ROWS)
-    assert (result.parameters, result.parameters_per_rank) == (parameters, parameters)
-    assert result.weights == pytest.approx(2 * parameters, rel=1e-6)
+    assert (result.sizes.parameters, result.sizes.parameters_per_rank) == (parameters, parameters)
+    assert result.weights.update == pytest.approx(2 * parameters, rel=1e-6)
 
 
 def test_two_context_parallel_ranks_share_tokens_and_optimizer_state() -> None:
     """Tensor-parallel 8, context-parallel 2, data-parallel 4: a rank has 6,000 of the bin's 12,000 tokens."""
     result, alone = on_64("--context-parallel-size", "2"), on_64()
-    assert (result.replicas, result.copies) == (4, 8)
+    assert (result.sizes.replicas, result.sizes.copies) == (4, 8)
     for name in ("weights", "gradients", "optimizer", "kv_cache"):
         assert getattr(result, name) == getattr(alone, name)
     a_layer = 4 * 750 * 5120 + 6000 * (3 * 640 + 3 * 128) + 6000 * 5 * 3456
     gathered = (2 * 12000 + 3000) * 2 * 128  # all tokens, and chunks 0 and 3 of four see one and four of them
-    assert result.activations == 2 * (64 * a_layer + 2 * 750 * 5120 + gathered)
-    assert result.training_logits == 2 * 2 * 6000 * 19072 + 2 * 4 * 2**26
+    assert result.activations.update == 2 * (64 * a_layer + 2 * 750 * 5120 + gathered)
+    assert result.training_logits.update == 2 * 2 * 6000 * 19072 + 2 * 4 * 2**26
     text = report_text(example("--context-parallel-size", "2"), result)
     assert "(tensor 8 x context 2 x data 4)" in text and "spread over 8 ranks" in text
 
@@ -83,14 +83,14 @@ def test_experts_on_four_ranks_have_optimizer_state_of_their_own() -> None:
     attention = 5120 * 896 + 896 + 640 * 5120
     dense = 64 * (attention + 8 * 5120 + 2 * 5120) + 2 * 19072 * 5120 + 5120
     own = 64 * 2 * 3 * 5120 * 1024
-    assert result.parameters_per_rank == dense + own
-    assert (result.weights, result.gradients) == (2 * (dense + own), 4 * (dense + own))
-    assert result.optimizer == 12 * (dense // 8 + own // 16)
+    assert result.sizes.parameters_per_rank == dense + own
+    assert (result.weights.update, result.gradients.update) == (2 * (dense + own), 4 * (dense + own))
+    assert result.optimizer.update == 12 * (dense // 8 + own // 16)
     cut = on_64(*experts, "--expert-model-parallel-size", "1")
-    assert cut.parameters_per_rank == dense + 64 * 8 * 3 * 5120 * 128
+    assert cut.sizes.parameters_per_rank == dense + 64 * 8 * 3 * 5120 * 128
     # Two experts a token and its way in and out of them: all tokens of the bin, or an eighth with the whole width.
     each = 2 * (5 * 128 + 2 * 5120) + 2 * 8 - (2 * (5 * 1024 + 2 * 5120) + 2 * 8) // 8
-    assert cut.activations - result.activations == 2 * 64 * 12000 * each
+    assert cut.activations.update - result.activations.update == 2 * 64 * 12000 * each
 
 
 def test_the_example_on_64_ranks() -> None:
@@ -98,55 +98,57 @@ def test_the_example_on_64_ranks() -> None:
     result = on_64()
     layer = 5120 * 896 + 896 + 640 * 5120 + 3 * 5120 * 3456 + 2 * 5120
     held = 64 * layer + 2 * 19072 * 5120 + 5120
-    assert (result.padded_vocab_size, result.parameters_per_rank) == (8 * 19072, held) == (152576, 4_096_717_824)
-    assert result.replicas == 8
-    assert (result.weights, result.gradients) == (2 * held, 4 * held)
-    assert result.optimizer == 12 * held // 8
-    assert result.kv_cache == 32 * 12000 * (2 * 64 * 1 * 128 * 2)
-    assert result.rollout_logits == 3 * 4 * 32 * 152576
-    assert result.training_logits == 2 * 2 * 12000 * 19072 + 2 * 4 * 2**26
+    sizes = result.sizes
+    assert (sizes.padded_vocab_size, sizes.parameters_per_rank) == (8 * 19072, held) == (152576, 4_096_717_824)
+    assert result.sizes.replicas == 8
+    assert (result.weights.update, result.gradients.update) == (2 * held, 4 * held)
+    assert result.optimizer.update == 12 * held // 8
+    assert result.kv_cache.rollout == 32 * 12000 * (2 * 64 * 1 * 128 * 2)
+    assert result.rollout_logits.rollout == 3 * 4 * 32 * 152576
+    assert result.training_logits.update == 2 * 2 * 12000 * 19072 + 2 * 4 * 2**26
     # norms on an eighth of the tokens; projection, rotated q and k, and the result; the MLP
     a_layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 3 * 128) + 12000 * 5 * 3456
-    assert result.activations == 2 * (64 * a_layer + 2 * 1500 * 5120)
-    assert (result.quantized, result.reference_on_host) == (0, 0)
-    in_both = 2 * held + result.kv_cache
-    assert result.rollout == in_both + result.rollout_logits, "gradients and optimizer are off the device"
-    assert result.training == in_both + 4 * held + 12 * held // 8 + result.activations + result.training_logits
-    assert result.optimizer_on_host == 12 * held // 8
+    assert result.activations.update == 2 * (64 * a_layer + 2 * 1500 * 5120)
+    assert (result.quantized.update, result.reference.host) == (0, 0)
+    in_both = 2 * held + result.kv_cache.rollout
+    assert result.rollout == in_both + result.rollout_logits.rollout, "gradients and optimizer are off the device"
+    passing = result.activations.update + result.training_logits.update
+    assert result.training == in_both + 4 * held + 12 * held // 8 + passing
+    assert result.optimizer.host == 12 * held // 8
     stays = on_64("--no-rl-offload-optimizer-during-inference")
     assert stays.rollout == result.rollout + 12 * held // 8
     assert on_64("--rl-keep-in-rollouts", "gradients").rollout == result.rollout + 4 * held
-    assert (stays.training, stays.optimizer_on_host) == (result.training, 0)
+    assert (stays.training, stays.optimizer.host) == (result.training, 0)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (("--inference-dynamic-batching-buffer-size-gb", "5"), {"cache_slots": 13}),
-        (("--grad-reduce-in-bf16",), {"gradients": 2 * 4_096_717_824, "optimizer": 16 * 4_096_717_824 // 8}),
+        (("--inference-dynamic-batching-buffer-size-gb", "5"), {"sizes.cache_slots": 13}),
+        (("--grad-reduce-in-bf16",), {"gradients.update": 2 * 4_096_717_824}),
         (
             ("--grad-reduce-in-bf16", "--rl-offload-optimizer-during-inference"),
-            {"optimizer": 16 * 4_096_717_824 // 8, "optimizer_on_host": 12 * 4_096_717_824 // 8},
+            {"optimizer.update": 16 * 4_096_717_824 // 8, "optimizer.host": 12 * 4_096_717_824 // 8},
         ),
-        (("--no-use-distributed-optimizer",), {"optimizer": 12 * 4_096_717_824}),
-        (("--grpo-kl-beta", "0.1"), {"reference_on_host": 2 * 2 * 4_096_717_824}),
-        (("--grpo-default-temperature", "0.9"), {"rollout_logits": 4 * 4 * 32 * 152576}),
-        (("--grpo-entropy-term-weight", "0.1"), {"training_logits": 4 * 12000 * 19072 + 4 * 4 * 2**26}),
+        (("--no-use-distributed-optimizer",), {"optimizer.update": 12 * 4_096_717_824}),
+        (("--grpo-kl-beta", "0.1"), {"reference.host": 2 * 2 * 4_096_717_824}),
+        (("--grpo-default-temperature", "0.9"), {"rollout_logits.rollout": 4 * 4 * 32 * 152576}),
+        (("--grpo-entropy-term-weight", "0.1"), {"training_logits.update": 4 * 12000 * 19072 + 4 * 4 * 2**26}),
         (
             ("--transformer-impl", "local", "--rl-rollout-quantization", "fp8"),
-            {"quantized": 64 * (5120 * (896 + 640 + 3 * 3456) + 4 * (896 + 5120 + 2 * 3456 + 5120))},
+            {"quantized.update": 64 * (5120 * (896 + 640 + 3 * 3456) + 4 * (896 + 5120 + 2 * 3456 + 5120))},
         ),
     ],
 )
 def test_one_flag_changes_its_row(change: tuple[str, ...], expected: dict[str, int]) -> None:
     result = on_64(*change)
-    assert {name: getattr(result, name) for name in expected} == expected
+    assert {name: attrgetter(name)(result) for name in expected} == expected
 
 
 def test_a_share_of_free_memory_says_which_devices_will_do() -> None:
     config = example().with_values(inference_dynamic_batching_buffer_size_gb=None, rl_rollout_memory_fraction=0.25)
     result = estimate(config, 64, TOKENIZER)
-    beside, batch = result.weights + result.rollout_logits, result.kv_cache
+    beside, batch = result.weights.update + result.rollout_logits.rollout, result.kv_cache.rollout
     assert result.device_for(batch, 0.25) == beside + 4 * batch
     one, whole = ((beside + 4 * size) / 2**30 for size in (batch // 32, batch))
     line = f"holds one sequence from {one:.2f} GiB of device memory on, and the largest batch from {whole:.2f} GiB on"
@@ -157,7 +159,7 @@ def test_recomputing_layers_leaves_their_inputs() -> None:
     whole = ("--no-recompute-activations", "--recompute-granularity", "full", "--recompute-method", "uniform",
              "--recompute-num-layers", "1")  # fmt: skip
     layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 2 * 128) + 12000 * 5 * 3456
-    assert on_64(*whole).activations == 2 * (64 * 1500 * 5120 + layer + 2 * 1500 * 5120)
+    assert on_64(*whole).activations.update == 2 * (64 * 1500 * 5120 + layer + 2 * 1500 * 5120)
 
 
 def test_the_table() -> None:

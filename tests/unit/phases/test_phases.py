@@ -76,8 +76,8 @@ def test_what_does_not_fit_is_cut_with_a_warning(
     memory, optimization = phase_memory(one_rank)
     config = tiny_config(bf16=True)
     result = estimate(config, 1, VOCABULARY)
-    moments = 8 * result.parameters_per_rank
-    free(result.rollout_logits + moments - result.gradients + 5.5 * slot_bytes(config) / 0.9)
+    moments = 8 * result.sizes.parameters_per_rank
+    free(result.rollout_logits.rollout + moments - result.gradients.update + 5.5 * slot_bytes(config) / 0.9)
     with caplog.at_level(logging.INFO):
         assert slots(memory, optimization) == 5
     (line,) = [record for record in caplog.records if "KV cache" in record.message]
@@ -90,7 +90,8 @@ def test_what_does_not_fit_is_cut_with_a_warning(
 def test_a_share_of_the_free_memory_sizes_the_engine(one_rank: ParallelGroups, free) -> None:
     config = tiny_config(bf16=True)
     result = estimate(config, 1, VOCABULARY)
-    in_rollouts = result.rollout_logits + 8 * result.parameters_per_rank - result.gradients  # moments are yet to come
+    moments = 8 * result.sizes.parameters_per_rank  # yet to come
+    in_rollouts = result.rollout_logits.rollout + moments - result.gradients.update
     free(in_rollouts + 11 * slot_bytes(config))
     assert slots(*phase_memory(one_rank, rl_rollout_memory_fraction=0.5)) == 5
     free(in_rollouts + 110 * slot_bytes(config))
@@ -133,9 +134,10 @@ def test_an_update_takes_state_activations_and_logits(one_rank: ParallelGroups, 
     """With the flag also what left the device: the decision falls before it comes home."""
     free(2**40)
     result = estimate(tiny_config(bf16=True), 1, VOCABULARY)
-    moments, pass_ = 8 * result.parameters_per_rank, result.activations + result.training_logits
-    assert phase_memory(one_rank)[0].hold(engine_of([]), nothing).training_need == moments + pass_ + result.gradients
-    away = result.gradients + 4 * result.parameters_per_rank
+    moments, pass_ = 8 * result.sizes.parameters_per_rank, result.activations.update + result.training_logits.update
+    needed = moments + pass_ + result.gradients.update
+    assert phase_memory(one_rank)[0].hold(engine_of([]), nothing).training_need == needed
+    away = result.gradients.update + 4 * result.sizes.parameters_per_rank
     assert phase_memory(one_rank, **OFFLOAD)[0].hold(engine_of([]), nothing).training_need == moments + pass_ + away
 
 
@@ -149,7 +151,8 @@ def budget_of_unequal_ranks() -> list[float | None]:
     groups = initialize(config.parallel, current_platform())
     memory, _ = phases_of(config, groups)
     needed = estimate(config, 2, VOCABULARY)
-    least = needed.rollout_logits + needed.optimizer - needed.gradients + 4.5 * slot_bytes(config) / 0.9
+    state = needed.optimizer.update - needed.gradients.update
+    least = needed.rollout_logits.rollout + state + 4.5 * slot_bytes(config) / 0.9
     DeviceMemory.free = lambda self: int(least if groups.rank else 2**40)
     budget = memory.cache_budget_gb()
     DeviceMemory.free = lambda self: 0 if groups.rank else 2**40

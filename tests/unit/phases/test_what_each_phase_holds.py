@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron_rl.platform import current_platform
 from megatron_rl.platform.device import DeviceMemory
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.run.memory.estimate import estimate
+from megatron_rl.run.memory.holdings import size_of
 from megatron_rl.run.training import book
 from tests.support.checkpoints import differences
 from tests.support.ranks import run_ranks
@@ -41,11 +41,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def held_by(run: RLRun) -> dict[str, int]:
+    """Bytes on the device now, by the estimate's names; without activations and logits."""
+    training, cache, teacher = run.phases.training, run.phases.cache, run.trainer.teacher
+    return {
+        "weights": size_of(training.weights.storages),
+        "gradients": size_of(training.policy.gradients.storages),
+        "optimizer": size_of(training.policy.state.storages),
+        "critic": 0 if training.critic is None else training.critic.size,
+        "quantized": run.phases.quantization.linears.held_bytes,
+        "teacher": 0 if teacher is None else size_of(teacher.storages),
+        "kv_cache": 0 if cache.is_released else cache.size,
+    }
+
+
 def counted(run: RLRun) -> dict[str, int]:
-    """What the run holds now, by the estimate's names. Of quantised copies without what only CPUs keep."""
-    held = run.phases.held()
-    numbers = run.phases.quantization
-    operands = sum(layer.weight.operand.nbytes for layer in numbers.linears.layers if layer.weight.operand is not None)
+    """What the run holds now. Of quantised copies without what only CPUs keep."""
+    held = held_by(run)
+    copies = run.phases.quantization.linears.layers
+    operands = sum(layer.weight.operand.nbytes for layer in copies if layer.weight.operand is not None)
     return held | {"quantized": held["quantized"] - operands}
 
 
@@ -72,13 +86,12 @@ def test_each_phase_holds_what_the_estimate_says(one_rank: ParallelGroups, varia
     a_step(run, 1)
     in_rollout, between = a_step(run, 2), counted(run)
     run.closing.close()
-    logits = expected.rollout_logits
+    logits = expected.rollout_logits.rollout
     assert sum(in_rollout.values()) == pytest.approx(expected.rollout - logits, rel=0.05)
-    passing = expected.activations + expected.training_logits
+    passing = expected.activations.update + expected.training_logits.update
     assert sum(between.values()) == pytest.approx(expected.training - passing, rel=0.05)
-    rows = asdict(expected)
     for name, size in in_rollout.items():
-        assert size == pytest.approx(rows.get(f"{name}_in_rollouts", rows[name]), rel=0.05, abs=2048), name
+        assert size == pytest.approx(getattr(expected, name).rollout, rel=0.05, abs=2048), name
 
 
 def test_a_32b_model_on_64_ranks_rolls_out_in_less_than_6_gib() -> None:
@@ -89,8 +102,8 @@ def test_a_32b_model_on_64_ranks_rolls_out_in_less_than_6_gib() -> None:
     least, most = on_64(*flags), on_64(
         *flags, "--no-rl-offload-optimizer-during-inference", "--rl-keep-in-rollouts", "weights", "gradients"
     )
-    assert (least.rollout - least.kv_cache) / 2**30 < 6
-    assert (most.rollout - most.kv_cache) / 2**30 > 30
+    assert (least.rollout - least.kv_cache.rollout) / 2**30 < 6
+    assert (most.rollout - most.kv_cache.rollout) / 2**30 > 30
 
 
 def test_a_scaled_model_holds_the_same_shares(one_rank: ParallelGroups) -> None:
@@ -106,8 +119,9 @@ def test_a_scaled_model_holds_the_same_shares(one_rank: ParallelGroups) -> None:
     assert held["gradients"] == held["optimizer"] == 0
     expected = estimate(config, 1, VOCABULARY)
     beside_cache = sum(held.values()) - held["kv_cache"]
-    assert beside_cache == pytest.approx(expected.rollout - expected.kv_cache - expected.rollout_logits, rel=0.05)
-    on_eight = expected.weights + expected.gradients + expected.optimizer / 8
+    beside = expected.kv_cache.rollout + expected.rollout_logits.rollout
+    assert beside_cache == pytest.approx(expected.rollout - beside, rel=0.05)
+    on_eight = expected.weights.update + expected.gradients.update + expected.optimizer.update / 8
     assert beside_cache < 6 / 30.9 * on_eight
 
 
@@ -121,10 +135,10 @@ def test_updates_have_neither_cache_nor_copies_where_they_want_the_room(
         in_rollout = a_step(run, step)
         assert in_rollout["kv_cache"] > 0
         assert in_rollout["quantized"] > 0
-        held = run.phases.held()
+        held = held_by(run)
         assert held["kv_cache"] == 0
         assert held["quantized"] < 0.2 * in_rollout["quantized"], "scales stay"
-        assert held["weights"] < 1.05 * estimate(run.config, 1, VOCABULARY).weights
+        assert held["weights"] < 1.05 * estimate(run.config, 1, VOCABULARY).weights.update
     monkeypatch.undo()
     for step in (1, 2):
         a_step(plenty, step)
@@ -192,7 +206,7 @@ def test_a_rollout_that_fails_leaves_a_run_that_can_be_saved(one_rank: ParallelG
         if fails:
             with pytest.raises(ValueError, match="in a rollout"), run.phases.rollouts():
                 raise ValueError("in a rollout")
-            assert run.phases.held()["kv_cache"] == 0, "what is saved may need the room"
+            assert held_by(run)["kv_cache"] == 0, "what is saved may need the room"
         run.checkpoints = CheckpointManager(tmp_path / name, 0, one_rank)
         run.save(final=True)
         run.closing.close()

@@ -12,7 +12,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.main import main
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, PARSERS, RECIPES, Registry
-from megatron_rl.run.preflight.extensions import extension_problems
+from megatron_rl.run.preflight import extension_problems
 from megatron_rl.run.preflight.trial import call_once
 
 MINE = """

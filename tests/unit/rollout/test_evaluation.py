@@ -15,7 +15,7 @@ from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator, powers_of_two_up_to
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult
-from megatron_rl.run.generation import warn_of_range
+from megatron_rl.run.base import warn_of_range
 from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import drawn, graded_group, group_of, sample_of, told
 

@@ -24,11 +24,6 @@ def test_an_environment_without_any_is_passed_over():
     assert [(one.environment, one.task.prompt) for one in found] == [("measured", "ab"), ("measured", "c")]
 
 
-def test_none_at_all_are_a_fault():
-    with pytest.raises(EnvironmentFault, match="no environment has held-out tasks"):
-        _access(trained=[]).held_out_tasks(8, TOKENIZER, max_prompt_tokens=4)
-
-
 def test_tasks_that_are_all_too_long_are_a_fault():
     with pytest.raises(EnvironmentFault, match="'measured' has no held-out task that fits in 4 tokens"):
         _access(measured=["abcdef"], other=["a"]).held_out_tasks(8, TOKENIZER, max_prompt_tokens=4)

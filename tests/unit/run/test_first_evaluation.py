@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +26,17 @@ class Stopped:
     stop = SimpleNamespace(requested=True, reason="SIGTERM")
     config = SimpleNamespace(total_steps=4)
 
-    def __init__(self, metrics: Path, state: dict[str, Any] | None) -> None:
+    def __init__(self, metrics: Path, state: dict[str, Any] | None, results: Iterator[dict[str, float] | None]) -> None:
+        self._results = results
         self.progress, self.timer = Progress(), PhaseTimer()
         if state is not None:
             self.progress.load_state_dict(state)
         self._rows = JsonlWriter(metrics, resume_step=self.progress.newest_row)
         self.reporter = SimpleNamespace(step=lambda step, row, _: self._rows.write(step, row))
         self.saved: dict[str, Any] | None = None
+
+    def evaluate(self, _: object) -> dict[str, float] | None:
+        return next(self._results)
 
     def save(self, final: bool) -> None:
         self.saved = self.progress.state_dict()
@@ -40,19 +45,19 @@ class Stopped:
 
 @pytest.mark.parametrize(("cut_short", "evaluations"), [(False, 1), (True, 2)])
 def test_a_stop_before_step_1(
-    one_rank: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_short: bool, evaluations: int
+    one_rank: object, tmp_path: Path, cut_short: bool, evaluations: int
 ) -> None:
     """Made again it would be dealt to the ranks by the lengths of the first: other tasks in eval_000000.jsonl."""
     made: list[dict[str, float] | None] = []
 
-    def evaluate(*_: object) -> dict[str, float] | None:
-        made.append(None if cut_short and not made else {"val/a/pass@1": float(len(made))})
-        return made[-1]
+    def results() -> Iterator[dict[str, float] | None]:
+        while True:
+            made.append(None if cut_short and not made else {"val/a/pass@1": float(len(made))})
+            yield made[-1]
 
-    monkeypatch.setattr(training, "evaluate", evaluate)
-    state = None
+    state, evaluated = None, results()
     for _ in range(3):
-        run = Stopped(tmp_path / "metrics.jsonl", state)
+        run = Stopped(tmp_path / "metrics.jsonl", state, evaluated)
         assert training.train(run, lambda *_: None) == "stopped"
         state = run.saved
     assert len(made) == evaluations

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.metrics.jsonl import JsonlWriter
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.run import live_report
-from megatron_rl.run.live_report import INTERVAL_S, LiveReport, start_report
+from megatron_rl.run import reporting
+from megatron_rl.run.reporting import REPORT_INTERVAL_S, LiveReport, start_report
 
 
 class Process:
@@ -33,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
         processes.append(Process())
         return processes[-1]
 
-    monkeypatch.setattr(live_report, "start_report", start)
+    monkeypatch.setattr(reporting, "start_report", start)
     return processes
 
 
@@ -54,7 +54,7 @@ def test_one_process_at_a_time(started: list[Process]) -> None:
     now = [0.0]
     report = LiveReport(Path(), lambda: now[0])
     for _ in range(3):
-        now[0] += INTERVAL_S
+        now[0] += REPORT_INTERVAL_S
         report.offer(False)
     assert len(started) == 1
     started[0].status = 0
@@ -67,7 +67,7 @@ def test_a_failure_is_one_warning_and_the_last(started: list[Process], caplog: p
     report = LiveReport(Path("runs/x"), lambda: now[0])
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
-            now[0] += INTERVAL_S
+            now[0] += REPORT_INTERVAL_S
             report.offer(False)
             started[-1].status = 1
     assert len(started) == 1
@@ -83,7 +83,7 @@ def test_the_process_writes_the_report_and_goes(tmp_path: Path, monkeypatch: pyt
     JsonlWriter(run.metrics).write(3, {"critic/rewards/mean": 0.5})
     monkeypatch.chdir(tmp_path)
     process = start_report(Path("run"))
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == live_report.NICENESS
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == reporting.NICENESS
     assert process.wait(60) == 0
     assert "step 3" in run.report.read_text(encoding="utf-8")
     assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []

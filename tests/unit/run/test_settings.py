@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.run.settings import Settings
+from megatron_rl.run.resume import Settings
 from tests.support.tiny import tiny_config
 
 

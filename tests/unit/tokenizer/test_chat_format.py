@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.chat import ChatFormat
 from megatron_rl.errors import CheckpointError
-from megatron_rl.run.chats import PromptFormats
+from megatron_rl.run.resume import PromptFormats
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.trainer.supervised import DemonstrationSource
 from megatron_rl.types import Demonstration, Task
@@ -73,7 +72,7 @@ def test_replies_and_demonstrations_have_the_environments_template(tokenizer: To
 
 
 @pytest.mark.parametrize(
-    ("template", "stop", "told"),
+    ("template", "stop", "warned"),
     [
         (PLAIN.replace(";", "<|user|>"), (), ["chat: the chat template closes a turn with <|user|>, which ends no"]),
         (PLAIN.replace(";", "\n<|user|>"), ("<|user|>",), []),
@@ -84,12 +83,12 @@ def test_replies_and_demonstrations_have_the_environments_template(tokenizer: To
     ids=["another token", "a stop string", "the end token", "none", "of single questions"],
 )
 def test_a_turn_that_closes_with_no_end_token(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, template: str, stop: tuple[str, ...], told: list[str]
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, template: str, stop: tuple[str, ...], warned: list[str]
 ) -> None:
-    config = SimpleNamespace(rollout=SimpleNamespace(rl_stop_strings=stop))
     formats = PromptFormats(tokenizer.formatting(ChatFormat(template)), [("chat", ASKED), ("plain", "a")])
-    formats.warn_of_open_ends(config)
-    assert [record.getMessage()[: len(told[0]) if told else None] for record in caplog.records] == told
+    special = tokenizer.special_tokens
+    formats.warn_of_open_ends([*tokenizer.end_token_ids, *(special[text] for text in stop)])
+    assert [record.getMessage()[: len(warned[0]) if warned else None] for record in caplog.records] == warned
 
 
 def test_a_resume_compares_the_chats_that_are_trained_on(tokenizer: Tokenizer) -> None:

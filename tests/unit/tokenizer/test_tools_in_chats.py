@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.chat import ChatFormat
 from megatron_rl.errors import CheckpointError
-from megatron_rl.run.chats import PromptFormats
+from megatron_rl.run.resume import PromptFormats
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tiny import write_tokenizer
 

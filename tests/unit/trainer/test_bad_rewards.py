@@ -21,9 +21,9 @@ from megatron_rl.environments.wire import write_address
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.loop import rl_step
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.run.reporting import sequence_advantages
 from megatron_rl.run.rl import RLRun
-from megatron_rl.run.training import StepResult
-from megatron_rl.trainer.policy import sequence_advantages
+from megatron_rl.trainer.update import TrainOutcome
 from megatron_rl.types import Grade, RolloutGroup, Task, Transcript
 from tests.support.bad_rewards import FORGED, KINDS, forged_answer
 from tests.support.rollouts import graded_group
@@ -82,7 +82,7 @@ class Bench:
 
     run: RLRun
     grade: Callable
-    first: StepResult
+    first: TrainOutcome
     start: list[torch.Tensor]
     seen: list[RolloutGroup]
 
@@ -98,7 +98,7 @@ def bench(one_rank: ParallelGroups) -> Iterator[Bench]:
     async def good(texts: Sequence[str]) -> list[Grade]:
         return [Grade(float(len(set(text)))) for text in texts]
 
-    bench = Bench(toy_run(config, one_rank, ask), good, StepResult(), [], [])
+    bench = Bench(toy_run(config, one_rank, ask), good, TrainOutcome({}), [], [])
     bench.run.reporter.records = lambda step, groups, *_: bench.seen.extend(groups)
     bench.start = weights_of(bench.run.policy)
     bench.first = rl_step(bench.run, 1)

@@ -13,7 +13,7 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.weights import first_critic
-from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer
+from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate, without_loss
 from megatron_rl.trainer.scoring import Scorer
@@ -183,7 +183,7 @@ def test_a_critics_routers_are_weighed_by_its_loss_tokens(one_rank: ParallelGrou
         critic = first_critic(config, tiny_policy(config), one_rank)
         losses = BalanceLosses.of(config, critic.policy.device, of_critic=True)
         scorer = ValueScorer(critic.policy, one_rank, balance=losses)
-        metrics.append(Critic(critic, scorer, ValueObjective(0.5)).update([[scored]], one_rank)[0])
+        metrics.append(Critic(critic, scorer, 0.5).update([[scored]])[0])
         gradients.append(gradients_of(critic))
     # The head is zero, so that the value loss itself has nothing to say to the routers.
     of_policy, other = trained(one_rank, [[*range(5)]], 5, **SEQUENCES)

@@ -25,8 +25,9 @@ from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.algorithms.losses import gspo
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.run.reporting import sequence_advantages
 from megatron_rl.trainer.packing import collate, without_loss
-from megatron_rl.trainer.policy import advantage_metrics, sequence_advantages
+from megatron_rl.trainer.policy import advantage_metrics
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.types import Branch, Rollout
 from tests.support.rollouts import drawn, group_of, sample_of

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.weights import first_critic
-from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer, before, value_metrics, whitened
+from megatron_rl.trainer.critic import Critic, ValueScorer, before, value_loss, value_metrics, whitened
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
@@ -35,7 +35,7 @@ class Setup:
         config = tiny_config(rl_advantage="gae", clip_grad=0.0, train_iters=100, rl_critic_lr=3e-2)
         self.policy = Optimization(tiny_policy(config), config)
         self.critic = Critic(
-            first_critic(config, self.policy.policy, groups), None, ValueObjective(config.critic.rl_critic_clip_range)
+            first_critic(config, self.policy.policy, groups), None, config.critic.rl_critic_clip_range
         )
         model = self.critic.optimization.policy
         with torch.no_grad():
@@ -44,7 +44,7 @@ class Setup:
         reference = ReferencePolicy(self.policy.policy) if reward_kl_beta else None
         self.trainer = PolicyTrainer(
             self.policy, Scorer(self.policy.policy, groups, 1.0), gae.Advantage(**options), PLAIN, 1,
-            reference, groups, PhaseTimer(), None, self.critic, reward_kl_beta,
+            PhaseTimer(), reference, None, self.critic, reward_kl_beta,
         )  # fmt: skip
 
     def values(self, samples: list[Sample]) -> TokenBatch:
@@ -98,7 +98,7 @@ def test_the_value_loss_by_hand() -> None:
         values=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, torch.nan]),
         returns=torch.tensor([3.0, 3.0, 0.0, 1.0, 5.0, torch.nan]),
     )  # fmt: skip
-    total, tokens, sums = ValueObjective(0.5)(new, batch)
+    total, tokens, sums = value_loss(new, batch, 0.5)
     assert total.item() == 9.28125
     assert tokens.item() == 5
     assert sums["critic/vf_clipfrac"].item() == 2

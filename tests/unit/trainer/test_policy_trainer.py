@@ -59,7 +59,7 @@ class Setup:
         remembering = Remembering(**vars(objective))
         self.given = remembering.given
         self.trainer = PolicyTrainer(
-            self.optimization, self.scorer, advantage, remembering, iterations, reference, groups, self.timer,
+            self.optimization, self.scorer, advantage, remembering, iterations, self.timer, reference,
         )  # fmt: skip
 
     def phases(self) -> set[str]:

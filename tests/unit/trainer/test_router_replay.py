@@ -160,8 +160,8 @@ def test_the_reference_goes_to_the_same_experts(one_rank: ParallelGroups) -> Non
     policy = tiny_policy(config)
     scorer = Scorer(policy, one_rank, 1.0)
     trainer = PolicyTrainer(
-        Optimization(policy, config), scorer, own_reward, PolicyObjective.of(config), 1, ReferencePolicy(policy),
-        one_rank, PhaseTimer(),
+        Optimization(policy, config), scorer, own_reward, PolicyObjective.of(config), 1, PhaseTimer(),
+        ReferencePolicy(policy),
     )  # fmt: skip
     samples = with_experts(random_samples(5), range(3), 8, 3)
     outcome = trainer.step([[collate(samples, "cpu", 8)]], rewards_of(samples))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.progress import Progress
-from megatron_rl.run.training import StepResult, book
-from megatron_rl.trainer.optimizer import Schedule
+from megatron_rl.run.training import book
+from megatron_rl.trainer.optimizer import Schedule, UpdateOutcome
+from megatron_rl.trainer.update import TrainOutcome
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import tiny_config
 
@@ -108,8 +110,9 @@ def test_every_finished_step_moves_the_schedule_on_whatever_it_updated(one_rank:
         progress=Progress(), optimization=optimization, critic=None, groups=one_rank, config=tiny_config()
     )
     rates = []
-    for result in (StepResult(applied_updates=8), StepResult(), StepResult(skipped_updates=1)):
-        book(run, result)
+    applied, skipped = UpdateOutcome(True, 1.0, None, PEAK), UpdateOutcome(False, math.nan, None, PEAK)
+    for outcomes in ([applied] * 8, [], [skipped]):
+        book(run, TrainOutcome({}, of_policy=outcomes))
         rates.append(optimization.step().learning_rate)
     assert rates == pytest.approx([0.6, 0.4, 0.2])
 

@@ -36,7 +36,7 @@ def trainer_of(
     groups: ParallelGroups, optimization: Optimization, objective: PolicyObjective = PLAIN
 ) -> PolicyTrainer:
     scorer = Scorer(optimization.policy, groups, 1.0)
-    return PolicyTrainer(optimization, scorer, own_reward, objective, 1, None, groups, PhaseTimer())
+    return PolicyTrainer(optimization, scorer, own_reward, objective, 1, PhaseTimer())
 
 
 def optimizer_state(optimization: Optimization) -> list[torch.Tensor]:

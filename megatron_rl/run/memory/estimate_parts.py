@@ -1,0 +1,189 @@
+"""What the estimate adds up, from flags and a rank's `ModelLayout`: training state, activations, logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, LOGITS_AT_ONCE, PRODUCT_ELEMENTS
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.families import ExpertShare, Layer, Linear, ModelLayout, Stages
+from megatron_rl.families.blocks import blocks_of
+from megatron_rl.quantization.shapes import skipped
+
+FP32 = 4
+_PARAMETER_START = 64
+_BUCKET_END = 128
+"""Multiples, in numbers, at which megatron's distributed optimizer starts a parameter and ends a bucket."""
+_BUCKET = 40_000_000
+_BUCKET_A_REPLICA = 1_000_000
+"""Megatron's numbers in a bucket: the first, or with more than 40 replicas the second times the replicas."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What training holds of a model on one rank, in bytes."""
+
+    numbers: int
+    """Parameters."""
+    weights: int
+    gradients: int
+    optimizer: int
+    kept: int
+    """Of the optimizer's, all but fp32 gradients."""
+
+
+NO_STATE = TrainingState(0, 0, 0, 0, 0)
+
+
+def training_state(config: RLConfig, layout: ModelLayout, copies: int, world_size: int) -> TrainingState:
+    """Of a rank with ``layout``; ``copies`` ranks have the same weights."""
+    number = 2 if config.precision.bf16 else FP32
+    gradient = FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
+    buffers = _buffers(config, layout, copies, world_size)
+    buffer = updated = 0
+    for sizes, owners in buffers:
+        padded = _buffer_elements(sizes, config, owners, layout.is_first)
+        # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
+        updated += min(sum(sizes), padded // owners) if config.parallel.use_distributed_optimizer else sum(sizes)
+        buffer += padded
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    kept = FP32 * (moments + int(config.precision.bf16)) * updated  # fp32 parameters are their own main parameters
+    return TrainingState(
+        numbers=sum(sum(sizes) for sizes, _ in buffers),
+        # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
+        weights=buffer * number,
+        gradients=buffer * gradient,
+        optimizer=kept + (FP32 * updated if gradient != FP32 else 0),
+        kept=kept,
+    )
+
+
+def _buffers(
+    config: RLConfig, layout: ModelLayout, copies: int, world_size: int
+) -> list[tuple[list[int], int]]:
+    """Sizes of the parameters that share a gradient buffer, and how many ranks hold the same; experts on several ranks
+    have one of their own.
+    """
+    are_shared = config.parallel.expert_model_parallel_size > 1
+    kinds: dict[bool, list[int]] = {False: []}
+    for parameter in layout.parameters:
+        kinds.setdefault(are_shared and parameter.is_of_an_expert, []).append(parameter.size)
+    return [(sizes, world_size // config.expert_parallel_ranks if kind else copies) for kind, sizes in kinds.items()]
+
+
+def _buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int, in_buckets: bool) -> int:
+    """Numbers in the contiguous buffer of megatron's DDP; ``sizes`` in the model's order.
+
+    With the distributed optimizer parameters start aligned and buckets can be cut into equal shards. megatron has no
+    buckets but on the first pipeline stage.
+    """
+    sharded = config.parallel.use_distributed_optimizer
+    in_buckets = in_buckets and config.parallel.overlap_grad_reduce
+    bucket = max(_BUCKET, _BUCKET_A_REPLICA * replicas) if in_buckets else None
+    bucket_end = math.lcm(replicas, _BUCKET_END)
+    bucket_start = end = 0
+    for size in reversed(list(sizes)):
+        end = (_round_up(end, _PARAMETER_START) if sharded else end) + size
+        if bucket is not None and end - bucket_start >= bucket:
+            bucket_start = end = _round_up(end, bucket_end) if sharded else end
+    return _round_up(end, bucket_end) if sharded else end
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -> int:
+    """Numbers alive at the start of the backward pass, logits not among them; of the parameters' type. Approximate.
+
+    Numbers kept a layer, with C context-parallel ranks, T = tokens of the bin / C, S = T / tensor-parallel size under
+    `--sequence-parallel` (else T), hidden h, and q, k, v, f the widths of queries, keys, values and the MLP on one
+    tensor-parallel rank::
+
+        norms               4 S h               inputs and outputs of the two
+        attention           T (3 q + k + v)     rotated q, k and v, the result padded and packed
+          with qk norms     + T (2 q + k + v)   the projection itself, and q once more
+          core recomputed   T (3 q + 2 k + v)   the projection, rotated q and k, the result
+          both              T (4 q + 2 k + v)   the same, and q once more
+        MLP                 5 T f               fc1 counts twice, the gate after SiLU, the other half, their product
+          without gate      2 T f
+          recomputed        0
+
+    With C > 1 there are, of one layer at a time, the keys and values of all ranks and those that this one's spans see,
+    C T (2 + 1 / 2 C) (k + v).
+    Layers recomputed as a whole keep their input S h, once a group, and one group at a time is alive in full. What is
+    kept counts once for every micro-batch that a pipeline stage has begun: see `_in_flight`.
+    Not in it: padding between sequences of different lengths, statistics of norms and softmax, gradients of
+    activations, and what only CPUs keep: the score matrices of short sequences and a second copy at an RMSNorm.
+    """
+    kernels, tokens = config.kernels, config.padded_bin_size
+    border = tokens // config.sequence_shares * config.model.hidden_size
+    ends = 2 * border if layout.is_last else 0  # the final norm's input and output
+    layers = [4 * border + _inner_elements(layer, config) for layer in layout.layers]
+    kept, alive, count = sum(layers), 0, kernels.recompute_num_layers
+    if kernels.recompute_granularity == "full" and kernels.recompute_method == "uniform":
+        kept, alive = math.ceil(len(layers) / count) * border, count * max(layers)
+    elif kernels.recompute_granularity == "full":
+        count = min(count * config.stages.chunks, len(layers))  # of each chunk
+        kept, alive = count * border + sum(layers[count:]), 0 if layers[count:] else max(layers)
+    size = config.parallel.context_parallel_size
+    gathered = max(layer.cache.numbers(1) for layer in layout.layers) * (2 * tokens + tokens // (2 * size))
+    return math.ceil(kept * _in_flight(config.stages, stage)) + alive + ends + (gathered if size > 1 else 0)
+
+
+def _in_flight(stages: Stages, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once, where an update has enough of them.
+
+    The first of 4 stages begins 4 before the first comes back. With 2 chunks a stage: 7 half ones for the way to the
+    last stage and back, and 4 for the chunk in between.
+    """
+    after = stages.count - stage - 1
+    if stages.chunks == 1:
+        return after + 1
+    return (2 * after + 1 + (stages.chunks - 1) * stages.count) / stages.chunks
+
+
+def _inner_elements(layer: Layer, config: RLConfig) -> int:
+    """Of attention and MLP."""
+    parallel, recomputed = config.parallel, config.kernels.recompute_modules or ()
+    share = ExpertShare(tensor_size=parallel.expert_tensor_parallel_size)
+    sizes = config.architecture(), parallel.tensor_model_parallel_size, share
+    mixer, mlp = blocks_of(layer.kind)
+    kept = mixer.kept(*sizes, "core_attn" in recomputed) + mlp.kept(*sizes, "mlp" in recomputed)
+    return config.padded_bin_size // parallel.context_parallel_size * kept
+
+
+def quantized_linears(config: RLConfig, layout: ModelLayout) -> list[Linear]:
+    """Those that rollouts run on quantised copies."""
+    skip = config.quantization.rl_quantization_skip
+    return [linear for linear in layout.linears if not skipped(linear.name, skip, config.model.num_layers)]
+
+
+def read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
+    """Parameters that quantised rollouts read unquantised; None where the others cannot be made again, or stay."""
+    made_again = config.precision.bf16 and config.parallel.use_distributed_optimizer
+    is_quantized = config.quantization.rl_rollout_quantization != "none"
+    if not is_quantized or not made_again or "weights" in config.rollout.rl_keep_in_rollouts:
+        return None
+    replaced = sum(linear.rows * linear.columns for linear in quantized_linears(config, layout))
+    return sum(parameter.size for parameter in layout.parameters) - replaced
+
+
+def training_logits(config: RLConfig, layout: ModelLayout, number: int) -> int:
+    """Of a bin, where the head is: saved and their gradient in the model's type, and the fp32 chunks of the pass.
+
+    Fused with the output layer a few rows of them at a time, and the gradient of its weight, in fp32 and once more.
+    """
+    if not layout.is_last:
+        return 0
+    tokens = config.padded_bin_size // config.parallel.context_parallel_size
+    columns = layout.padded_vocab_size // layout.tensor_size
+    temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
+    if not config.kernels.rl_fused_output_layer:
+        logits = tokens * columns
+        return 2 * logits * number + temporaries * min(logits, LOGITS_AT_ONCE) * FP32
+    logits = min(tokens, max(FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS // columns)) * columns
+    weight = columns * config.model.hidden_size * (FP32 + (number if number < FP32 else 0))
+    return logits * number + temporaries * min(logits, LOGITS_AT_ONCE) * FP32 + weight
