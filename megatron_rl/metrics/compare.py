@@ -15,12 +15,12 @@ from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError
+from megatron_rl.metrics.console import format_table
 from megatron_rl.metrics.curves import Chart, Series, charts_for, drawn
 from megatron_rl.metrics.evaluation import COUNTS, by_environment, last_evaluation
 from megatron_rl.metrics.jsonl import read_steps
-from megatron_rl.metrics.page import build_page
+from megatron_rl.metrics.report import build_page
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.metrics.table import format_table
 from megatron_rl.user_files import named_path
 
 LAST_STEPS = 10

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number, trained_environments
 from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table
-from megatron_rl.metrics.jsonl import read_json_object, read_steps
-from megatron_rl.metrics.page import build_page
+from megatron_rl.metrics.jsonl import read_json_object, read_steps, to_plain
 from megatron_rl.metrics.report_rollouts import build_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.user_files import named_path
 
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 MOST_FIGURES = 4
 AVERAGED = 5
 """Steps at either end whose mean stands for the reward at the beginning and now."""
@@ -154,6 +156,35 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             rounded = {name: round_number(number) for name, number in numbers.items()}
             table.append({"chart": chart.title, "line": series.label, **rounded})
     return table
+
+
+def build_page(data: object, *scripts: str) -> str:
+    """A page that fetches nothing, with ``data`` and the files that show it; they run in this order, as one script."""
+    parts = {
+        "__STYLE__": _read("page.css"),
+        "__SCRIPT__": "\n".join(_read(name) for name in ("base.js", "charts.js", *scripts)),
+        "__REPORT_DATA__": to_script_json(data),  # the last: it may hold any text, these words too
+    }
+    page = _read("page.html")
+    for place, text in parts.items():
+        page = page.replace(place, text, 1)
+    return page
+
+
+def to_script_json(value: object) -> str:
+    """Strict JSON that cannot leave the ``<script>`` element it is put in.
+
+    Completions are written by a model under training: one of them will contain ``</script>`` or ``<!--``.
+    ``json`` itself escapes everything outside ASCII, the line separators U+2028 and U+2029 included.
+    """
+    text = json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"))
+    for character, escape in _ESCAPES.items():
+        text = text.replace(character, escape)
+    return text
+
+
+def _read(name: str) -> str:
+    return (files("megatron_rl.metrics") / "page" / name).read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

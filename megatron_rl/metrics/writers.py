@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from megatron_rl.errors import ConfigError, TrainingError
-from megatron_rl.metrics.samples import TextSample
+from megatron_rl.metrics.rollouts import TextSample
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.console import format_table
 from megatron_rl.run.memory.estimate import Estimate, slot_bytes
 
 

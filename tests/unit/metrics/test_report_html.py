@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.metrics.jsonl import JsonlWriter
-from megatron_rl.metrics.page import to_script_json
-from megatron_rl.metrics.report import build_payload, main, write_report
+from megatron_rl.metrics.report import build_payload, main, to_script_json, write_report
 from megatron_rl.metrics.report_rollouts import (
     FEWEST_STEPS,
     MAX_STEPS,
