@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
+from megatron_rl.config.model_directory import saved_model
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import read_model
 from megatron_rl.metrics.rundir import RunDirectory
@@ -82,7 +82,7 @@ def _of_run(path: Path) -> tuple[list[str], int | None]:
             "of a run of ours; give a model, a run directory or a checkpoint in it"
         ])
     if run is None:
-        return flags, saved[2].get("max_position_embeddings")
+        return flags, saved.flags.get("max_position_embeddings")
     settings = run.read_settings()
     for flag in all_flags():
         if flag.name in _TOLD and settings.get(flag.name) not in (None, flag.default):

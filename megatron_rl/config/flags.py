@@ -18,12 +18,15 @@ import math
 import shlex
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_rl.errors import Problem, shorten
 from megatron_rl.registry import Registry
 from megatron_rl.user_files import path_refusal
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
 
 Finding = tuple[str, str] | Problem
 """A broken rule: the field whose value is wrong and what is, or the whole problem where it is no single value."""
@@ -173,6 +176,11 @@ def _flag_of(field: dataclasses.Field, hint: Any, help_text: str) -> Flag:
         help=help_text,
         **field.metadata,
     )
+
+
+def without_effect(config: RLConfig, names: Iterable[str], what: str) -> Iterator[Finding]:
+    """A finding for each flag of ``names`` that the user typed: nobody reads it without ``what``."""
+    return ((name, f"has no effect without {what}") for name in names if name in config.typed)
 
 
 def listed(choices: Sequence[Any]) -> str:

@@ -14,7 +14,6 @@ from typing import Any, get_type_hints
 
 from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
 from megatron_rl.config.compatibility import CompatibilityConfig
-from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.layers import LayerConfig
 from megatron_rl.config.model import ModelConfig, TokenizerConfig
@@ -22,8 +21,7 @@ from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
 from megatron_rl.config.records import CheckpointConfig, LoggingConfig
 from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig
-from megatron_rl.config.teacher import TeacherConfig
-from megatron_rl.config.training import OptimizerConfig, ScheduleConfig, TrainingConfig
+from megatron_rl.config.training import CriticConfig, OptimizerConfig, ScheduleConfig, TeacherConfig, TrainingConfig
 from megatron_rl.errors import Problem
 from megatron_rl.families.architecture import Architecture, ExpertShare, Stages, padded_vocabulary
 from megatron_rl.families.layout import Head, ModelLayout

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from megatron_rl.config.algorithm import algorithm_problems, dynamic_sampling_problems, partial_rollout_problems
 from megatron_rl.config.compatibility import megatron_rl_problems
-from megatron_rl.config.critic import critic_problems
 from megatron_rl.config.flags import Finding, flags_of
 from megatron_rl.config.layers import layer_problems
 from megatron_rl.config.model import ModelConfig, expert_problems, shape_problems
@@ -28,8 +27,14 @@ from megatron_rl.config.precision import (
 from megatron_rl.config.records import record_problems
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, section_classes
 from megatron_rl.config.rollout import cache_size_problems, length_problems, sampling_problems
-from megatron_rl.config.teacher import TeacherConfig, teacher_problems
-from megatron_rl.config.training import batch_problems, optimizer_problems, schedule_problems
+from megatron_rl.config.training import (
+    TeacherConfig,
+    batch_problems,
+    critic_problems,
+    optimizer_problems,
+    schedule_problems,
+    teacher_problems,
+)
 from megatron_rl.errors import Problem
 from megatron_rl.families import read_model
 

@@ -1,4 +1,4 @@
-"""How much is trained, on what batches, by which optimizer, and when the run stops."""
+"""How much is trained, on what batches, by which optimizer, when the run stops; the critic and teacher of RL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import Finding, flag, nearest_divisors, nearest_multiples
+from megatron_rl.config.flags import Finding, flag, nearest_divisors, nearest_multiples, without_effect
 from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
@@ -121,6 +121,44 @@ class ScheduleConfig:
     """Samples of the last phase of WSD."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value model of --rl-advantage gae, its optimizer and its loss."""
+
+    rl_critic_lr: float | None = flag(None, gt=0, derived=lambda config, _: config.optimizer.lr)
+    """Peak learning rate of the critic; its schedule is the policy's, scaled. Without it --lr."""
+    rl_critic_clip_range: float = flag(0.5, gt=0)
+    """A value counts as moved by at most this from what it was before the step (PPO's value clipping)."""
+    rl_critic_warmup_steps: int = flag(0, ge=0)
+    """First steps of the run that train the critic alone."""
+    rl_critic_load_hf: str | None = flag(None, path=True)
+    """Hugging Face directory or name on the hub, of the policy's architecture and tokenizer, whose trunk the critic
+    starts from.
+
+    Without it the policy's as the run begins with it. The value head starts at 0 either way.
+    """
+    rl_kl_in_reward: bool = flag(False)
+    """Take --grpo-kl-beta x (old - reference log-prob) off the reward of each token, in place of the loss term."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """A frozen model beside the policy, and what becomes of its log-probs."""
+
+    rl_teacher_load_hf: str | None = flag(None, path=True)
+    """Teacher: a Hugging Face directory or name on the hub, of any size and known family, with the policy's
+    tokenizer."""
+    rl_teacher_as: Literal["advantage", "loss"] = flag("advantage")
+    """What teacher log-prob - student log-prob of a sampled token becomes: part of its advantage, or a KL in the
+    loss."""
+    rl_teacher_weight: float = flag(1.0, gt=0, le=1000)
+    """Weight of the teacher."""
+    rl_teacher_kl_estimator: Literal["k2", "k3"] = flag("k2")
+    """Estimator of the KL in the loss: k2 has the gradient of KL(student, teacher), k3 that of KL(teacher, student)."""
+    rl_reward_weight: float = flag(1.0, ge=0, le=1000)
+    """Weight of the rewards' advantage beside a teacher; 0 learns from the teacher alone."""
+
+
 def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
     """What a rollout brings must fit what an update takes. Groups are dealt to the ranks, so any number will do."""
     training, algorithm, replicas = config.training, config.algorithm, config.data_parallel_size(world_size)
@@ -191,3 +229,50 @@ def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f": a warm-up of {warmup} and a last phase of {last} steps do not fit a decay of {decay}; use a last phase "
             f"of at most {max(0, decay - warmup)}"
         )
+
+
+def critic_config(config: RLConfig) -> RLConfig:
+    """What the critic's optimizer is built from: the policy's settings, with every learning rate scaled."""
+    scale = config.critic.rl_critic_lr / config.optimizer.lr
+    schedule = config.schedule
+    return config.with_values(
+        lr=config.critic.rl_critic_lr, min_lr=scale * schedule.min_lr, lr_warmup_init=scale * schedule.lr_warmup_init
+    )
+
+
+def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Flags that nobody would read, and what a critic is not built for."""
+    critic, algorithm, steps = config.critic, config.algorithm, config.total_steps
+    if config.training.eval_only:
+        return
+    if not config.wants_critic:
+        names = CriticConfig.__dataclass_fields__
+        yield from without_effect(config, names, "a critic; add --rl-advantage gae, or leave it out")
+        return
+    if steps and critic.rl_critic_warmup_steps >= steps:
+        yield "rl_critic_warmup_steps", (
+            f"leaves no step of {steps} that trains the policy; use at most {steps - 1}, or a longer run"
+        )
+    if config.wants_teacher:
+        yield "rl_teacher_load_hf", "with a critic is not built; use one of the two"
+    if not critic.rl_kl_in_reward:
+        return
+    if algorithm.grpo_kl_beta == 0:
+        yield "rl_kl_in_reward", "has no effect with --grpo-kl-beta 0; give it a weight, or leave this out"
+    if "rl_kl_estimator" in config.typed and algorithm.rl_kl_estimator != "k1":
+        yield "rl_kl_estimator", (
+            "is of the loss term, which --rl-kl-in-reward replaces: the reward takes k1; leave it out"
+        )
+
+
+def teacher_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Settings that nobody reads, and programs without samples to score; `preflight` looks at the teacher itself."""
+    teacher = config.teacher
+    if teacher.rl_teacher_load_hf is None:
+        names = TeacherConfig.__dataclass_fields__
+        yield from without_effect(config, names, "a teacher; add --rl-teacher-load-hf DIR, or leave this out")
+        return
+    if not config.training.perform_rl_step and not config.training.eval_only:
+        yield "rl_teacher_load_hf", "scores what the policy samples: add --perform-rl-step, or leave it out"
+    if teacher.rl_teacher_as == "advantage" and "rl_teacher_kl_estimator" in config.typed:
+        yield "rl_teacher_kl_estimator", "has no effect with --rl-teacher-as advantage; use --rl-teacher-as loss"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
 COUNTS = frozenset({"num_tasks", "failed_grades", "pass@1_ci95"})
 """Measures that are counts and intervals, not results: kept in the files, not drawn."""
@@ -26,6 +28,8 @@ def pass_at_k(num_samples: ArrayLike, num_correct: ArrayLike, k: int) -> NDArray
     Returns:
         fp64 of the broadcast shape, in [0, 1].
     """
+    import numpy as np  # a command that only finds a misspelt flag does not wait for it
+
     samples, wrong = np.asarray(num_samples), np.subtract(num_samples, num_correct)
     drawn = np.arange(k)
     # With fewer than k wrong answers one factor is exactly 0, and so is the chance of missing.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ModelLayout
 from megatron_rl.metrics.console import format_table

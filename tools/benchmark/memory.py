@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import Problem
 from megatron_rl.metrics.console import format_table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.run.memory.estimate import Estimate, estimate
 from megatron_rl.run.memory.estimate_table import report_text
