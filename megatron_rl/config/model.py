@@ -131,9 +131,7 @@ class TokenizerConfig:
 
     tokenizer_type: Literal["HuggingFaceTokenizer"] = flag("HuggingFaceTokenizer")
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(
-        None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B")
-    )
+    tokenizer_model: str | None = flag(None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B"))
     """Tokenizer: a directory, or a name on the Hugging Face hub."""
     chat_template: str | None = flag(None, path=True)
     """File with a Jinja chat template for prompts that are chats. Without it the tokenizer's own."""

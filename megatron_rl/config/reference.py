@@ -29,9 +29,7 @@ are accepted, with a note when used, and have no effect because they have no mea
 """
 
 
-def help_text(
-    *, common_only: bool, starts: Sequence[str] = _STARTS, about: str = "", own: Sequence[str] = ()
-) -> str:
+def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS, about: str = "", own: Sequence[str] = ()) -> str:
     """The common flags, or all of them, by section, after what a command ``starts`` with and is ``about``, and the
     fields of its ``own`` flags."""
     lines = [f"usage: {start} [--config FILE] [--flag VALUE ...]" for start in starts] + [""]

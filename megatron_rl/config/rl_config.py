@@ -85,9 +85,7 @@ class RLConfig:
         """Ranks that hold one copy of the model."""
         parallel = self.parallel
         return (
-            parallel.tensor_model_parallel_size
-            * parallel.pipeline_model_parallel_size
-            * parallel.context_parallel_size
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
         )
 
     @property

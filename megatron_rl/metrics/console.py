@@ -29,7 +29,7 @@ ERASE_LINE = "\r\x1b[2K"
 BAR_WIDTH = 24
 PLAIN = Box("    \n  | \n -+-\n  | \n    \n    \n  | \n    \n", ascii=True)
 UNBROKEN = 100_000
-"""Columns of a text that is not for a terminal: no line of it is wrapped."""
+"""Columns of a text that is not for a terminal: no line is wrapped."""
 COMPACT = "compact"
 """Format that writes 12,100 as ``12.1k``, beside Python's own format specifications."""
 
@@ -69,7 +69,7 @@ SUPERVISED_COLUMNS = (
 
 
 class ConsoleWriter:
-    """Writes to a stream it is given: plain lines, and what only a terminal can show, a bar and frames, only there."""
+    """Writes plain lines to a stream; on a terminal frames and a progress bar, too."""
 
     def __init__(self, stream: TextIO, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -93,7 +93,7 @@ class ConsoleWriter:
             self._emit(self._bar(step) + "\r")
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Print each in a few lines."""
+        """Print each sample in a few lines."""
         for sample in samples:
             title = f"sample {self._position(step)} | {sample.heading}"
             if self._interactive:
@@ -117,7 +117,7 @@ class ConsoleWriter:
         return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _bar(self, step: int) -> str:
-        """And the time left at the pace since the first step seen here: a resumed run did not do the earlier ones."""
+        """Draw the bar and the time left, at the pace since the first step that this process did."""
         done = min(1.0, step / max(1, self._total_steps))
         bar = self._drawn(ProgressBar(1.0, done, BAR_WIDTH), end="")
         text = f"{bar} {done:4.0%}"
@@ -128,7 +128,7 @@ class ConsoleWriter:
         return f"{text}  {format_duration(seconds)} left"
 
     def _drawn(self, what: RenderableType, end: str) -> str:
-        """As text, so that it can be written in one piece with what erases the bar."""
+        """Render to text, to be written in one piece with what erases the bar."""
         with self._terminal.capture() as drawn:
             self._terminal.print(what, end=end)
         return drawn.get()
@@ -141,7 +141,7 @@ class ConsoleWriter:
 
 
 def format_cells(columns: Sequence[Column], metrics: Mapping[str, float]) -> str:
-    """The cells of the metrics that are there, joined by their glue."""
+    """Join the cells of the metrics that are there."""
     text = ""
     for column in columns:
         if column.metric in metrics:
@@ -151,7 +151,7 @@ def format_cells(columns: Sequence[Column], metrics: Mapping[str, float]) -> str
 
 
 def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
-    """One text an environment, from its ``val/<environment>/<measure>`` metrics."""
+    """Write one text for each environment, from its ``val/<environment>/<measure>`` metrics."""
     texts = []
     for environment, measures in by_environment(metrics).items():
         cells = [
@@ -164,7 +164,7 @@ def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
 
 
 def format_number(value: float, number_format: str) -> str:
-    """``format``, plus ``compact``: 999, 12.1k, 3.4M."""
+    """Format a number; ``compact`` gives 999, 12.1k, 3.4M."""
     if number_format != COMPACT:
         return format(float(value), number_format)
     for suffix in ("", "k", "M"):
@@ -175,7 +175,7 @@ def format_number(value: float, number_format: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``45s``, ``3m 20s``, ``2h 05m``."""
+    """Write ``45s``, ``3m 20s`` or ``2h 05m``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -185,7 +185,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned columns under a ruled header; columns of numbers to the right. No trailing newline."""
+    """Align columns under a ruled header, numbers to the right. No trailing newline.
+
+    For example::
+
+        environment | pass@1 | greedy
+        ------------+--------+-------
+        arithmetic  |  0.512 |  0.550
+    """
     stream = io.StringIO()
     table = _table(headers, rows, PLAIN)
     table.show_edge = table.pad_edge = False

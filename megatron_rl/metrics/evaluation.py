@@ -16,17 +16,10 @@ _AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward
 
 
 def pass_at_k(num_samples: ArrayLike, num_correct: ArrayLike, k: int) -> NDArray[np.float64]:
-    """``1 - C(n - c, k) / C(n, k)``, the unbiased estimate of Chen et al., arXiv 2107.03374, eq. 1.
+    """Estimate the chance that one of ``k`` answers is right, fp64, from n >= k answers of which c are.
 
-    Taken as the product of ``(n - c - i) / (n - i)`` over i < k: the binomials overflow fp64 at n = 1030.
-
-    Args:
-        num_samples: n, answers drawn, an integer or one per task; k at least.
-        num_correct: c, right ones among them.
-        k: attempts granted, the same for all tasks.
-
-    Returns:
-        fp64 of the broadcast shape, in [0, 1].
+    ``1 - C(n - c, k) / C(n, k)``, the unbiased estimate of Chen et al., arXiv 2107.03374, eq. 1, as the product of
+    ``(n - c - i) / (n - i)`` over i < k: the binomials overflow fp64 at n = 1030. n and c are numbers or one per task.
     """
     import numpy as np  # a command that only finds a misspelt flag does not wait for it
 
@@ -52,7 +45,7 @@ def with_average(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
 
 
 def result_table(*evaluations: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
-    """Headers, and one row an environment, its name first; of several ``evaluations`` their steps before it.
+    """Make the headers, and one row per environment, its name first; of several ``evaluations`` their steps before it.
 
     pass@k in ascending k, pass@1 with half of its 95 % interval over tasks, and what else was measured.
     """

@@ -56,10 +56,9 @@ def training_rows(
     limit: int,
     decode_raw: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
-    """Rows of those of this rank's ``groups`` whose number in the step is below ``limit``; JSON values only.
+    """Make the rows of those of this rank's ``groups`` whose number in the step is below ``limit``; JSON values only.
 
-    ``use`` has the update and the advantage (the mean over its tokens) of every rank's sequences that are in the loss,
-    by the number of the sample in the whole step and that of the sequence in the sample.
+    ``use`` has, by sample and sequence, the update and the mean advantage of all sequences that are in the loss.
     """
     kept = [(number, group) for number, group in zip(numbers, groups, strict=True) if number < limit]
     by_group = rows_by_group(step, [group for _, group in kept], decode_raw)
@@ -75,11 +74,7 @@ def training_rows(
 def rows_by_group(
     step: int, groups: Iterable[RolloutGroup], decode_raw: Callable[[Sequence[int]], str]
 ) -> list[list[dict[str, Any]]]:
-    """A row a sequence: most samples are one.
-
-    ``decode_raw`` gives the text of ids with the special tokens by name: of whole prompts, and of one token at a time,
-    so that the report can show its log-prob.
-    """
+    """Make a row for each sequence. ``decode_raw`` gives the text of ids with special tokens by name."""
     token_text = cache(lambda token: decode_raw((token,)))
     by_group = []
     for group in groups:
@@ -96,7 +91,7 @@ def rows_by_group(
                     "branch": number,
                     "prompt": prompt if ids == group.prompt_ids else decode_raw(ids),
                     "prompt_ids": ids,
-                    **_origin(ids, sequences[:number], decode_raw),
+                    **_shared_part(ids, sequences[:number], decode_raw),
                     "gold": gold,
                     "completion": decode_raw(completion.token_ids) if number else rollout.text,
                     **{name: value for name, value in vars(completion).items() if name not in LEFT_OUT},
@@ -110,12 +105,12 @@ def rows_by_group(
 
 
 def shared_prompt(ids: Sequence[int], earlier: Sequence[Branch]) -> tuple[int, int]:
-    """Which of a sample's ``earlier`` sequences has most of a branch's prompt ``ids``, and how many of its tokens."""
+    """Find the ``earlier`` sequence of a sample with most of the prompt ``ids``; its number, and how many tokens."""
     found = [len(commonprefix([ids, one.prompt_ids + one.completion.token_ids])) for one in earlier]
     return found.index(max(found)), max(found)
 
 
-def _origin(
+def _shared_part(
     ids: Sequence[int], earlier: Sequence[Branch], decode_raw: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
     if not earlier:
@@ -125,13 +120,13 @@ def _origin(
 
 
 def gold_answer(task: Task) -> str | None:
-    """The right answer as the environment gives it to its grader: `gold` or else `answer` of the task's data."""
+    """Return the right answer, `gold` or else `answer` of the task's data."""
     gold = task.data.get("gold", task.data.get("answer"))
     return gold if gold is None or isinstance(gold, str) else json.dumps(gold)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON line a row, whole file or nothing."""
+    """Write one JSON line per row, the whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
@@ -179,9 +174,12 @@ class TextSample:
 def samples_of(
     groups: Sequence[RolloutGroup], numbers: Sequence[int], decode_raw: Callable[[Sequence[int]], str]
 ) -> list[TextSample]:
-    """The lowest reward of the worst of ``groups``, the highest of the best; of groups that were graded."""
-    graded = [(_mean(group), number, group) for number, group in zip(numbers, groups, strict=True)]
-    means = [(mean, number, group) for mean, number, group in graded if mean is not None]
+    """Show the lowest reward of the worst graded group and the highest of the best."""
+    means: list[tuple[float, int, RolloutGroup]] = []
+    for number, group in zip(numbers, groups, strict=True):
+        rewards = [rollout.grade.reward for rollout in group.rollouts if not rollout.grade.failed]
+        if rewards:
+            means.append((sum(rewards) / len(rewards), number, group))
     if not means:
         return []
     worst = min(means, key=lambda found: (found[0], found[1]))
@@ -190,7 +188,7 @@ def samples_of(
 
 
 def worst_and_best(samples: Sequence[TextSample]) -> list[TextSample]:
-    """Of those that every rank found: the worst and the best; only the best where all groups are alike."""
+    """Choose the worst and the best of all ranks' samples; only the best where all groups are alike."""
     if not samples:
         return []
     worst = min((one for one in samples if one.which == "worst"), key=lambda one: (one.group_mean, one.number))
@@ -200,16 +198,11 @@ def worst_and_best(samples: Sequence[TextSample]) -> list[TextSample]:
 
 
 def shorten(text: str, head: int, tail: int) -> str:
-    """One line of at most about ``head`` and ``tail`` characters of ``text``, without what a terminal would obey."""
+    """Cut to one line of about ``head`` and ``tail`` characters, without what a terminal would obey."""
     if len(text) > head + tail:
         text = f"{text[:head]} [...] {text[len(text) - tail :]}"
     # A model writes escape sequences, too: they would move the cursor, or change the title of the window.
     return "".join(char if char.isprintable() else "\u21b5" if char == "\n" else "\ufffd" for char in text).strip()
-
-
-def _mean(group: RolloutGroup) -> float | None:
-    rewards = [rollout.grade.reward for rollout in group.rollouts if not rollout.grade.failed]
-    return sum(rewards) / len(rewards) if rewards else None
 
 
 def _sample(
@@ -227,7 +220,7 @@ def _sample(
 
 
 def _answer(sequences: Sequence[Branch], decode_raw: Callable[[Sequence[int]], str]) -> str:
-    """Of several sequences one after the other, each further one with what is new in its prompt."""
+    """Join several sequences, each further one with what is new in its prompt."""
     text = decode_raw(sequences[0].completion.token_ids)
     for number, sequence in enumerate(sequences[1:], start=1):
         origin, shared = shared_prompt(sequence.prompt_ids, sequences[:number])
@@ -237,7 +230,7 @@ def _answer(sequences: Sequence[Branch], decode_raw: Callable[[Sequence[int]], s
 
 
 def _clip(text: str) -> str:
-    """Both ends: the question and the result stand there."""
+    """Keep both ends: the question and the result stand there."""
     half = MAX_CHARACTERS // 2
     cut = len(text) - 2 * half
     return text if cut <= 0 else f"{text[:half]}\n[{cut} characters]\n{text[-half:]}"
