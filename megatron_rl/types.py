@@ -40,11 +40,10 @@ class Task:
 
 @dataclass(frozen=True)
 class LaterTurn:
-    """What the environment replies in a worked conversation, and what the model should say to it."""
+    """What the environment replies in a worked conversation, and the answer to it, without the end-of-text token."""
 
     messages: tuple[Message, ...]
     completion: str
-    """The text the model should answer, without the end-of-text token."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,12 @@ class Turn(Transcript):
     last: bool = False
     """True when the model gets no further turn, whatever the environment says."""
     tool_call_parser: str = ""
-    """What reads calls of tools in the text; empty where the environment has none, or no chat template shows them."""
+    """What reads tool calls in the text; empty where the environment has no tools, or no chat template shows them."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """An environment's verdict on a sample, or why there is none: a grade that failed has a code and no reward."""
+    """An environment's verdict on a sample; a grade that failed has a code and no reward."""
 
     reward: float | None
     """A finite number; None of a grade that failed."""
@@ -97,19 +96,18 @@ class Grade:
     extracted: str | None = None
     """The part of the completion that was taken as the answer."""
     correct: bool | None = field(default=None, kw_only=True)
-    """Whether the answer is right. Where an environment leaves it out, it follows from the status and the reward, and
-    stays None where they do not tell (`environments.results.is_right`)."""
+    """Whether the answer is right. Left out, it follows from status and reward if they tell
+    (`environments.results.is_right`)."""
     code: str = field(default="", kw_only=True)
-    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where it failed. What an
-    environment itself writes here and below is not read: it raises an exception."""
+    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where grading failed. Not
+    read from an environment, nor is what follows: it raises an exception."""
     message: str = field(default="", kw_only=True)
-    """What happened."""
     continuation: Continuation | None = field(default=None, kw_only=True)
-    """Set when the conversation goes on; ``reward`` is then what it would be worth if it could not."""
+    """Set when the conversation goes on; ``reward`` is then its worth if it cannot."""
 
     @property
     def failed(self) -> bool:
-        """True where there is no reward: the sample leaves baseline, loss and counts."""
+        """True without a reward: the sample leaves baseline, loss and counts."""
         return self.reward is None
 
 
@@ -119,7 +117,7 @@ Item = tuple[Task, Transcript] | tuple[Task, Any, Turn]
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """One sample of a harness that is to run: its task, and where its calls of the model go."""
+    """One sample for a harness to run: its task, and where to call the model."""
 
     task: Task
     sample: int
@@ -141,13 +139,13 @@ class Step:
     done: bool = False
     """True ends the conversation with ``reward``."""
     reward: float | Grade | None = None
-    """What the conversation is worth should it end with this turn, as it may for lack of room. None is the
-    environment's lowest reward, and no answer when ``done``."""
+    """What the conversation is worth if it ends with this turn, as it may for lack of room. None is the environment's
+    lowest reward; not allowed when ``done``."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a conversation goes on: what the model reads, and the state that the next turn is judged with."""
+    """What the model reads next in a conversation, and the state that its next turn is judged with."""
 
     messages: tuple[Message, ...]
     state: Any = None
@@ -162,7 +160,6 @@ class SourcedTask:
     epoch: int = 0
     """How often this task was drawn before; keeps the samples of a repeated task different."""
     prompt_ids: tuple[int, ...] = ()
-    """The prompt in tokens."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the number of samples wanted for it; the samples share one prefill."""
+    """One prompt and the number of samples wanted for it; they share one prefill."""
 
     source: SourcedTask
     prompt_ids: tuple[int, ...]
@@ -188,48 +185,44 @@ class Request:
     index: int = 0
     """Position in the caller's list; comes back with the result."""
     first_sample: int = 0
-    """Number of the first of the samples in its group: a later turn is asked for sample by sample."""
+    """Number of its first sample in the group: a later turn is requested sample by sample."""
     turn: int = 0
-    """The model's turns before this one; a conversation that waits goes before those that have not begun."""
+    """The model's turns before this one; begun conversations are scheduled first."""
     goes_on: bool = False
-    """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
+    """Later turns are likely, so the sample's KV cache is worth keeping."""
     expected_tokens: int | None = None
-    """How many tokens a sample will probably have; None is as many as it may. Changes the order of work alone."""
+    """Probable tokens of a sample, None: as many as allowed. Changes only the order of work."""
     wants_routing: bool = False
-    """Completions are to have `Completion.routing`, which an engine for `--rl-router-replay` can give."""
+    """Fill `Completion.routing`, for `--rl-router-replay`."""
     call: int | None = None
-    """The call of the endpoint that waits for it; None of what the rollout itself asks for."""
+    """The endpoint's call that waits for it; None for the rollout's own requests."""
     branch: int = 0
-    """Of the sample's calls with the very same prompt each has another, and so random numbers of its own."""
+    """Tells a sample's calls with the very same prompt apart: each has random numbers of its own."""
     begun: tuple[Completion, ...] = ()
-    """Of a request that `Engine.interrupt` gave back: its samples so far, one each, from which they go on."""
+    """The samples so far of a request that `Engine.interrupt` gave back, one each; they are continued."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer: ids include the end token when the model emitted it.
-
-    A conversation is one completion: the model's turns and, between them, what it read.
-    """
+    """One sampled answer, with the end token if there was one; a conversation with what was read between turns."""
 
     token_ids: tuple[int, ...]
     inference_logprobs: tuple[float, ...]
     """fp32 log-prob of each token under the distribution it was drawn from; 0 where the model read."""
     finish_reason: FinishReason | None
-    """None of a sample that goes on, in `Request.begun`."""
+    """None of a sample in `Request.begun`."""
     policy_version: int
-    """How many steps had changed the policy that drew the tokens, but for the ``older`` ones."""
+    """How many steps had changed the policy that drew the tokens, except the ``older`` ones."""
     environment_spans: tuple[tuple[int, int], ...] = ()
-    """``[start, end)`` of the tokens that the model read and did not write: no part of the loss."""
+    """``[start, end)`` of the tokens that the model read and did not write: not in the loss."""
     routing: torch.Tensor | None = field(default=None, compare=False)
-    """[prompt and answer, layers, k] uint8 or int16, on the CPU: the experts that each token was sent to in the layers
-    of this rank. The last token was never fed: the largest number of the dtype. None unless the request wants it."""
+    """[prompt and answer, layers of this rank, k] uint8 or int16, on the CPU: the experts of each token. Of the last
+    token, which was never fed, the largest number of the dtype."""
     older: tuple[tuple[int, int], ...] = ()
     """``(version, end)`` of each stretch at the beginning that an older policy drew: with ((3, 2), (4, 7)) and
     ``policy_version`` 6, tokens 0 and 1 are of version 3, tokens 2 to 6 of version 4, and the others of version 6."""
-
     cached_tokens: int = field(default=0, compare=False)
-    """Of its prompt, found in the KV cache instead of computed; that depends on what else was drawn."""
+    """Prompt tokens found in the KV cache; depends on what else was drawn."""
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
@@ -255,9 +248,9 @@ Completed = tuple[Request, tuple[Completion, ...]]
 
 @dataclass(frozen=True)
 class Branch:
-    """A further sequence of a sample whose harness went back, or began anew: trained on with the sample's reward.
+    """A further sequence of a sample whose harness went back: trained on with the sample's reward.
 
-    What it shares with an earlier sequence of the sample is part of its prompt, so no token is trained on twice.
+    What it shares with an earlier sequence is part of its prompt, so no token is trained on twice.
     """
 
     prompt_ids: tuple[int, ...]
@@ -272,17 +265,17 @@ class Rollout:
     text: str
     grade: Grade
     prompt_ids: tuple[int, ...] | None = None
-    """Of a harness, which writes its own; None: the group's."""
+    """The harness's own; None: the group's."""
     branches: tuple[Branch, ...] = ()
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Of all its sequences, its own first."""
+        """Completions of all its sequences."""
         return (self.completion, *(branch.completion for branch in self.branches))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all its completions, written or read between turns."""
+        """Number of tokens of all completions, written or read between turns."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @property
@@ -310,6 +303,6 @@ class RolloutGroup:
         return not any(rollout.grade.failed for rollout in self.rollouts)
 
     def sequences(self, rollout: Rollout) -> tuple[Branch, ...]:
-        """All sequences of one of its samples, each with its prompt; its own first."""
+        """List the sequences of one of its samples, each with its prompt."""
         own = self.prompt_ids if rollout.prompt_ids is None else rollout.prompt_ids
         return (Branch(own, rollout.completion), *rollout.branches)
