@@ -154,10 +154,10 @@ def filter_of(config: RLConfig) -> Callable[[Tensor], bool]:
 
 
 def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequence[str]) -> list[Any]:
-    """The extensions of these names with their options: from flags of their own, then from ``--...-args``."""
+    """Make the extensions of these names with options from flags of their own, then from ``--...-args``."""
     spelling, joined = f"--{field.replace('_', '-')}", "+".join(names)
-    flags = {option: getattr(config.algorithm, name) for option, name in FLAGS_OF_OPTIONS[field].items()}
-    given = {option: value for option, value in flags.items() if value is not None}
+    named = FLAGS_OF_OPTIONS[field].items()
+    given = {option: config.value(name) for option, name in named if config.value(name) is not None}
     texts = dict(text.partition("=")[::2] for text in getattr(config.algorithm, f"{field}_args"))
     problems: list[Problem] = []
     found = []
@@ -192,18 +192,18 @@ def _built(
 ) -> Any:
     if not isinstance(extension, type):
         return extension
-    values = {name: value for name, value in given.items() if name in options}
+    typed: dict[str, Any] = {}
     for name in (name for name in texts if name in options):
         try:
-            values[name] = options[name].convert(texts[name])
+            typed[name] = options[name].convert(texts[name])
         except ValueError as error:
             raise ConfigError([Problem(f"{spelling}-args", f"{spelling}-args: {name} {error}")]) from error
     try:
-        return extension(**values)
+        return extension(**{name: value for name, value in given.items() if name in options} | typed)
     except ConfigError as error:
         raise ConfigError([problem.under(spelling) for problem in error.problems]) from error
 
 
 def _options(extension: Any) -> dict[str, Flag]:
-    """The options of a class by name; a function has none."""
+    """Return the options of a class by name; a function has none."""
     return {flag.name: flag for flag in flags_of(extension)} if isinstance(extension, type) else {}

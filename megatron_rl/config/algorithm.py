@@ -133,7 +133,7 @@ class AlgorithmConfig:
     """Answers cut at the length limit: mask leaves them out of the loss, not of the baseline (DAPO's overlong
     filtering)."""
     rl_dynamic_sampling: bool = flag(False)
-    """Draw prompts until --grpo-prompts-per-step groups pass --rl-group-filter (DAPO)."""
+    """Draw prompts until --grpo-prompts-per-step groups pass the filter (DAPO)."""
     rl_group_filter: str = flag("signal", names_of=FILTERS)
     """Which groups count for dynamic sampling."""
     rl_group_filter_args: tuple[str, ...] = flag(())
