@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_rl.cli.model import model_config
 from megatron_rl.cli.options import Ranks
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.main import NO_UPDATE, every_problem, main

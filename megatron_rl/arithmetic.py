@@ -1,9 +1,16 @@
-"""Sizes of products, and that the bits of a row do not depend on the other rows: on Intel CPUs MKL has to be asked."""
+"""Numbers that do not depend on what else is in the batch: sizes of products, strict additions, counted random numbers.
+
+Imported with the package: no torch here.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FEWEST_ROWS = 4
 """Matrix products with fewer rows take another CPU kernel, which adds up in another order."""
@@ -18,6 +25,11 @@ PRODUCT_ELEMENTS = 2**27
 """Logits of the fused output layer made at a time: 256 MiB in bf16, 880 rows of a vocabulary of 152,000. Not tuned."""
 FEWEST_LOGIT_ROWS = 64
 """Of such a product, however large the vocabulary: fewer would read the whole weight for next to nothing."""
+# Constants of the splitmix64 finaliser (Steele, Lea, Flood 2014), as signed 64-bit integers.
+_GAMMA = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+_POSITION = -2401053089206453570
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -34,3 +46,17 @@ def ask_for_strict_products(cpu_facts: Path = _CPU_FACTS) -> None:
         return
     if is_intel:
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """fp32 numbers in (0, 1], a function of ``seeds`` [N] int64 and ``positions`` [N] int64 only."""
+    state = seeds * _GAMMA + (positions + 1) * _POSITION
+    state = (state ^ _shift(state, 30)) * _MIX_1
+    state = (state ^ _shift(state, 27)) * _MIX_2
+    bits = (state ^ _shift(state, 31)) & ((1 << 24) - 1)
+    return (bits.float() + 0.5) * 2.0**-24
+
+
+def _shift(state: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch shifts signed integers arithmetically."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -28,7 +28,7 @@ OURS = frozenset({
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One level of settings; what it leaves open, the level below decides, at the bottom the tokenizer.
+    """One level of settings; what it leaves open, the level below decides: environment, run, tokenizer.
 
     ``ChatFormat(template_kwargs={"enable_thinking": False}, system_prompt="Be short.")``
     """
@@ -48,7 +48,7 @@ class ChatFormat:
     """What reads the model's calls, by name. None: what the template's words say."""
 
     def over(self, below: ChatFormat) -> ChatFormat:
-        """Both levels in one."""
+        """Fill what is open here from the level below."""
         chosen = below if self.template is None else self
         return ChatFormat(
             chosen.template,
@@ -60,14 +60,14 @@ class ChatFormat:
         )
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """``messages`` as the template gets them: the system prompt first, unless they begin with one of their own."""
-        told = [_for_template(message) for message in messages]
-        if self.system_prompt and not (told and told[0]["role"] == "system"):
-            told.insert(0, {"role": "system", "content": self.system_prompt})
-        return told
+        """Return ``messages`` as the template gets them, the system prompt first unless they begin with their own."""
+        prepared = [_for_template(message) for message in messages]
+        if self.system_prompt and not (prepared and prepared[0]["role"] == "system"):
+            prepared.insert(0, {"role": "system", "content": self.system_prompt})
+        return prepared
 
     def fingerprints(self) -> dict[str, str]:
-        """Setting -> digest: equal where all chats become the same prompts."""
+        """Return setting -> digest: equal where all chats become the same prompts."""
         kwargs = dumps(dict(sorted(self.template_kwargs.items())))
         settings = {"template": self.template, "template_kwargs": kwargs, "system_prompt": self.system_prompt}
         if self.tools:
@@ -78,13 +78,11 @@ class ChatFormat:
 def _for_template(message: Message) -> dict[str, Any]:
     """Templates want arguments of calls as an object, where the API has JSON text. Some join content to other text,
     which fails without any, and Llama's takes an empty list of calls for a message of calls."""
-    told = dict(message)
-    if told.get("content") is None:
-        told["content"] = ""
-    calls = told.pop("tool_calls", None)
+    prepared = {**message, "content": "" if message.get("content") is None else message["content"]}
+    calls = prepared.pop("tool_calls", None)
     if calls:
-        told["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
-    return told
+        prepared["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
+    return prepared
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +95,7 @@ def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_template(path: str) -> str:
-    """The Jinja source in a file; ``ValueError`` says why it cannot be used."""
+    """Read the Jinja source in a file; ``ValueError`` says why it cannot be used."""
     try:
         text = read_text(path, MAX_TEMPLATE)
     except ValueError as error:
@@ -108,7 +106,7 @@ def read_template(path: str) -> str:
 
 
 def kwargs_refusal(value: object) -> str | None:
-    """Why ``value`` cannot be the variables of a template; None if it can."""
+    """Say why ``value`` cannot be the variables of a template; None if it can."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return f"is {shorten(value)}; give a JSON object, such as {{\"enable_thinking\": false}}"
     try:

@@ -19,10 +19,7 @@ MAX_PROBLEM = 800
 
 
 def shorten(value: object, limit: int = MAX_VALUE) -> str:
-    """``repr(value)`` in at most ``limit`` characters, never all of a value whose text would fill the memory.
-
-    A YAML list of anchors holds 10**9 items in 300 bytes, and an integer of 5000 digits has no ``repr`` at all.
-    """
+    """Return ``repr(value)`` in at most ``limit`` characters; that of a YAML list of anchors could fill the memory."""
     short = reprlib.Repr()
     short.maxlevel, short.maxother, short.maxstring = 4, limit, limit
     short.maxlist = short.maxtuple = short.maxdict = short.maxset = short.maxfrozenset = 8
@@ -34,7 +31,7 @@ def shorten(value: object, limit: int = MAX_VALUE) -> str:
 
 
 def one_line(text: str, limit: int = MAX_LINE) -> str:
-    """``text`` without line breaks and control characters, its middle left out beyond ``limit`` characters."""
+    """Take line breaks and control characters out of ``text``, and its middle beyond ``limit`` characters."""
     if len(text) > 2 * limit:
         text = f"{text[:limit]} ... {text[-limit:]}"
     return cut("".join(sign if sign.isprintable() else " " for sign in " ".join(text.split())), limit)
@@ -52,23 +49,23 @@ class Problem:
     text: str
     """The whole line for the user: what, why, what instead."""
     is_unknown: bool = False
-    """It is a word that is no flag, so what it was to set is not known."""
+    """It is about a word that is no flag."""
 
     def __str__(self) -> str:
         return self.text
 
     def under(self, flag: str) -> Problem:
-        """The same as found in what ``flag`` names: ``--load-hf: config.json is not JSON``."""
+        """Name the flag it was found under: ``--load-hf: config.json is not JSON``."""
         return Problem(flag, f"{flag}: {self.text}")
 
 
 def problem_lines(problems: Sequence[Problem | str]) -> list[str]:
-    """The lines that tell of ``problems``."""
+    """Shorten each problem to one line."""
     return [one_line(str(problem), MAX_PROBLEM) for problem in problems]
 
 
 def cut(line: str, limit: int) -> str:
-    """``line`` without its middle where it has more than ``limit`` characters: what and what instead stay."""
+    """Leave out the middle of a line of more than ``limit`` characters: what and what instead stay."""
     if len(line) <= limit:
         return line
     end = (limit - 5) // 3
@@ -80,10 +77,7 @@ class MegatronRLError(Exception):
 
 
 class ConfigError(MegatronRLError):
-    """The user's configuration cannot run; carries every problem found.
-
-    A bare text stands for a problem of no flag.
-    """
+    """The user's configuration cannot run; carries every problem found. A bare text is a problem of no flag."""
 
     def __init__(self, problems: Sequence[Problem | str]) -> None:
         self.problems = tuple(Problem(None, each) if isinstance(each, str) else each for each in problems)
@@ -97,7 +91,7 @@ class ConfigError(MegatronRLError):
 
 @contextlib.contextmanager
 def collecting(problems: list[Problem], flag: str | None = None) -> Iterator[None]:
-    """What a check raises is added to ``problems``, as found in what ``flag`` names, instead of ending the others."""
+    """Add what a check raises to ``problems``, as found in what ``flag`` names, and go on."""
     try:
         yield
     except (ConfigError, CheckpointError) as error:
@@ -134,8 +128,7 @@ class MemoryExhausted(MegatronRLError):
 
     def __init__(self, message: str, on_all_ranks: bool = False) -> None:
         super().__init__(message)
-        self.on_all_ranks = on_all_ranks
-        """Every rank raises it at the same point, so that they can still save together."""
+        self.on_all_ranks = on_all_ranks  # at the same point, so that they can still save together
 
 
 class TrainingError(MegatronRLError):

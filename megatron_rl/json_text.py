@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 64
-"""What is deeper than Python's own limit of about 1000 could be read and then not be written again."""
+"""Far below Python's own limit of about 1000."""
 MAX_VALUES = 1_000_000
-"""At one depth; a few lists that hold each other many times are more than any memory when they are written."""
+"""At one depth: a few lists that hold each other many times are more than any memory."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As ``json.loads``; ``ValueError`` also for what is nested too deeply, where that has a RecursionError."""
+    """Parse as ``json.loads``, with a ``ValueError`` for what is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -24,12 +24,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def dumps(value: object) -> str:
-    """Strict JSON text; ``ValueError`` for NaN and infinity."""
+    """Write strict JSON; ``ValueError`` for NaN and infinity."""
     return json.dumps(value, allow_nan=False)
 
 
 def loads(text: bytes | str) -> Any:
-    """The value of strict JSON text; ``ValueError`` for anything else, hostile nesting and repeated keys included."""
+    """Parse strict JSON; ``ValueError`` also for deep nesting and repeated keys."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except RecursionError:
@@ -37,7 +37,7 @@ def loads(text: bytes | str) -> Any:
 
 
 def first_value(text: str, start: int) -> tuple[Any, int]:
-    """The value that begins at ``start``, and where it ends; as strict as ``loads``."""
+    """Parse the value that begins at ``start`` as strictly; returns it and where it ends."""
     try:
         return _STRICT.raw_decode(text, start)
     except RecursionError:
@@ -49,7 +49,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two values of one key nobody can say which is meant."""
     value: dict[str, Any] = {}
     for key, item in pairs:
         if key in value:
@@ -62,10 +61,7 @@ _STRICT = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_w
 
 
 def check_bounds(value: object) -> None:
-    """``ValueError`` for a value nested too deeply or too large, or that holds a lone surrogate.
-
-    Not by recursion, which has a depth limit of its own.
-    """
+    """Raise ``ValueError`` for a value nested too deeply, too large, or with a lone surrogate."""
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig, typed_settings
 from megatron_rl.config.rules import notes, teacher_layout_problems
 from megatron_rl.environments.child import die_with_parent

@@ -39,40 +39,26 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """All extensions of one kind.
-
-    Args:
-        what: the kind in a message, "policy loss".
-        package: the one whose files are extensions.
-        defines: the name that a file must define to be one; other files there are helpers.
-    """
+    """All extensions of one kind: its name in messages, the package of their files, the name that each file defines."""
 
     def __init__(self, what: str, package: str, defines: str) -> None:
         self.what, self.package, self.defines = what, package, defines
         self._folder = Path(__file__).parents[1] / package.replace(".", "/")
 
     def names(self) -> tuple[str, ...]:
-        """Sorted, spelt as their files."""
+        """List the names, sorted and spelt as their files."""
         paths = sorted(self._folder.glob("*.py"))
         return tuple(path.stem for path in paths if path.stem != "__init__" and self.defines in _definitions(path))
 
     def get(self, name: str) -> T:
-        """The extension: what its file defines, or what a reference names.
-
-        Raises:
-            ConfigError: it is not there or cannot be imported; names the value, what there is and the nearest.
-        """
+        """Import an extension; ``ConfigError`` names the value, what there is and the nearest."""
         module, wanted = self.module(name), name.rpartition(":")[2] if ":" in name else self.defines
         if wanted not in vars(module):
             raise ConfigError([f"{self.what} {shorten(name)}: its file defines no {unknown(wanted, vars(module))}"])
         return vars(module)[wanted]
 
     def module(self, name: str) -> ModuleType:
-        """The module of the extension, imported.
-
-        Raises:
-            ConfigError: as ``get``.
-        """
+        """Import the module of an extension; raises as `get`."""
         if ":" not in name:
             wanted, known = name.replace("-", "_"), self.names()
             if wanted not in known:
@@ -88,12 +74,10 @@ class Registry(Generic[T]):
             ]) from error
 
     def stated(self, name: str, constant: str) -> Any:
-        """The literal that the extension's class or file assigns to ``constant``; None where there is no such thing.
+        """Read the literal that the extension's class or file assigns to ``constant``, without running it; else None.
 
-        What a class inherits is not seen. Of a call, ``option(0.2, gt=0)``, it is the first argument.
-
-        Raises:
-            ConfigError: the file is no Python, or assigns something else than a literal.
+        What a class inherits is not seen; of a call, ``option(0.2, gt=0)``, it is the first argument. ``ConfigError``
+        if the file is no Python, or assigns something else than a literal.
         """
         path = self._file(name)
         found = {} if path is None else _definitions(path)
@@ -120,7 +104,7 @@ class Registry(Generic[T]):
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Where a module lies; `importlib.util.find_spec` would run the packages that it is in."""
+    """Find a module without running the packages it is in, as `importlib.util.find_spec` would."""
     first, *others = module.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -132,13 +116,13 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 def import_reference(where: str) -> ModuleType:
-    """``package.module``, also in the current directory, or ``file.py``. Raises whatever its code raises."""
+    """Import ``package.module`` or ``file.py``, also in the current directory. Raises whatever its code raises."""
     _look_here()
     return _import_file(Path(os.path.realpath(where))) if where.endswith(".py") else importlib.import_module(where)
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Of one file, one module: it is run once, however often it is named."""
+    """Import a file once, however often it is named."""
     name = f"{path.stem} in {path.parent}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -152,13 +136,13 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _look_here() -> None:
-    """Also for modules in the current directory, as `python -m` does and a script does not."""
+    """Import from the current directory, too, as `python -m` does."""
     if not {os.getcwd(), ""} & set(sys.path):
         sys.path.append(os.getcwd())
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """For a message: the name, what is nearest to it and what there is."""
+    """Write for a message the name, what is nearest to it and what there is."""
     public = [candidate for candidate in known if not candidate.startswith("_")]
     near = difflib.get_close_matches(name.replace("-", "_"), public, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "nothing is called like it."
@@ -167,7 +151,7 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _definitions(path: Path) -> dict[str, ast.expr | None]:
-    """Names on the top level of a file, of its classes as ``Loss.name``, with the value of those that are assigned."""
+    """Read the names that a file and its classes (``Loss.name``) define, with the values of those that are assigned."""
     try:
         body = ast.parse(read_text(path)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deeply
@@ -184,7 +168,6 @@ def _definitions(path: Path) -> dict[str, ast.expr | None]:
 
 
 def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr | None]:
-    """What the statements of a file or class assign."""
     found: dict[str, ast.expr | None] = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

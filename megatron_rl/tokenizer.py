@@ -43,48 +43,46 @@ class Tokenizer:
         self.vocab_size: int = 1 + max([len(backend) - 1, self.end_token_id, *backend.get_vocab().values()])
         if self.vocab_size > MOST_TOKENS:
             raise ConfigError([
-                f"tokenizer {name!r} has the token id {self.vocab_size - 1:,}, and no vocabulary is that large; "
-                "take the tokenizer.json that the model was published with"
+                f"tokenizer {name!r} has the token id {self.vocab_size - 1:,}, and no vocabulary is that large"
             ])
         more = [number for number in dict.fromkeys(more_end_token_ids) if number != self.end_token_id]
         known = set(self.special_tokens.values()) if more else set()
         self.end_token_ids: tuple[int, ...] = (self.end_token_id, *(number for number in more if number in known))
         """All that end an answer, `end_token_id` first."""
         self.passed_over: tuple[int, ...] = tuple(number for number in more if number not in known)
-        """Asked for, but no special tokens: a ``config.json`` may have the default of its class, an ordinary word."""
+        """Ids to end at that are ordinary words: a ``config.json`` may have the default of its class."""
         self._chat: ChatFormat = ChatFormat()
         self._chats: Mapping[str, ChatFormat] = {}
         self._most: tuple[int, int] | None = None
-        """Tokens and characters of the longest text, see `reading_at_most`."""
 
     def ending_also_at(self, token_ids: Iterable[int]) -> Tokenizer:
-        """The same with further end tokens."""
+        """Copy with further end tokens."""
         ending = Tokenizer(self._backend, self.name, (*self.end_token_ids, *self.passed_over, *token_ids))
         return ending.formatting(self._chat, self._chats)
 
     def formatting(
         self, chat: ChatFormat | None = None, by_environment: Mapping[str, ChatFormat] | None = None
     ) -> Tokenizer:
-        """The same with other settings of chats: the run's, those of its environments by name; None keeps them."""
+        """Copy with other chat settings: the run's, and those of environments by name; None keeps them."""
         formatting = copy(self)
         formatting._chat = self._chat if chat is None else chat
         formatting._chats = self._chats if by_environment is None else by_environment
         return formatting
 
     def reading_at_most(self, tokens: int) -> Tokenizer:
-        """The same for texts that anybody may send: `encode` refuses one that ``tokens`` tokens cannot hold unread."""
+        """Copy whose `encode` refuses, without encoding it, a text that ``tokens`` tokens cannot hold."""
         reading = copy(self)
         reading._most = tokens, tokens * max(map(len, self._backend.get_vocab()))
         return reading
 
     def chat_format(self, environment: str = "") -> ChatFormat:
-        """What becomes of the chats of an environment: its own settings, the run's, and the tokenizer's template."""
+        """Combine an environment's chat settings with the run's and the tokenizer's template."""
         own = self._backend.chat_template
         found = self._chats.get(environment, ChatFormat()).over(self._chat)
         return found.over(ChatFormat(own)) if isinstance(own, str) else found
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Which tokens are others for ``other``, in words; None where it has all of these under their ids."""
+        """Describe which tokens ``other`` lacks or numbers otherwise; None if it has all of them."""
         own, others = self._backend.get_vocab(), other._backend.get_vocab()
         differing = [text for text, number in own.items() if others.get(text) != number]
         if not differing:
@@ -98,26 +96,21 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Text -> id of the tokens that `decode` leaves out."""
+        """Text -> id of all special tokens."""
         named = zip(self._backend.all_special_tokens, self._backend.all_special_ids, strict=True)
         added = self._backend.added_tokens_decoder.items()
         return {**dict(named), **{token.content: number for number, token in added if token.special}}
 
     @cached_property
     def _beginning(self) -> list[int]:
-        """What plain text starts with: the beginning-of-text token where the tokenizer puts one, else nothing."""
+        """The beginning-of-text token, if the tokenizer puts one before plain text."""
         bos = getattr(self._backend, "bos_token_id", None)
         if bos is None:
             return []
         return [bos] if self._backend.encode("a", add_special_tokens=True)[:1] == [bos] else []
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; no special tokens are added.
-
-        Raises:
-            ConfigError: the tokenizer has no tokens for it.
-            TextTooLong: see `reading_at_most`.
-        """
+        """Encode plain text without special tokens; raises ``ConfigError`` if it cannot, or ``TextTooLong``."""
         if self._most is not None and len(text) > self._most[1]:
             raise TextTooLong(f"{len(text):,} characters, and {self._most[0]:,} tokens have at most {self._most[1]:,}")
         try:
@@ -129,10 +122,9 @@ class Tokenizer:
             ]) from error
 
     def encode_prompt(self, prompt: Prompt, environment: str = "", tools: Tools | None = None) -> list[int]:
-        """Ids of a prompt of ``environment``; ``tools`` as in `render`.
+        """Encode a prompt of ``environment``; ``tools`` as in `render`.
 
-        Chat messages go through its chat template, which has all special tokens there are. Plain text gets the
-        beginning-of-text token where the tokenizer gives one, unless it has it already.
+        A chat template writes all special tokens; plain text gets the beginning-of-text token unless it has it.
         """
         if not isinstance(prompt, str):
             return self.encode(self.render(prompt, environment, tools))
@@ -140,18 +132,14 @@ class Tokenizer:
         return ids if ids[:1] == self._beginning else self._beginning + ids
 
     def encode_reply(
-        self,
-        prompt: Prompt,
-        messages: Sequence[Message],
-        ended: bool,
-        environment: str = "",
+        self, prompt: Prompt, messages: Sequence[Message], ended: bool, environment: str = "",
         tools: Tools | None = None,
-    ) -> list[int]:
-        """Ids that follow a turn of the model: ``messages``, and the beginning of its next turn.
+    ) -> list[int]:  # fmt: skip
+        """Encode what follows a turn of the model: ``messages``, and the beginning of its next turn.
 
-        The model's own tokens are never encoded again. For a plain-text ``prompt`` the messages' contents follow
-        as they are; in a chat the template's text after the model's turn does. ``ended`` says that the turn
-        closes with an end token, which then stands for the one the template would close it with.
+        The model's own tokens are never encoded again. After a plain-text ``prompt`` the messages' contents follow as
+        they are; in a chat what the template writes after the model's turn. If the turn ``ended`` with an end token,
+        the template's own is left out.
 
         Raises:
             EnvironmentFault: the chat template refuses the messages, or rewrites what the model said.
@@ -170,14 +158,14 @@ class Tokenizer:
         return self.encode(self.without_end_token(after[0]) if ended else after[0])
 
     def without_end_token(self, text: str) -> str:
-        """``text`` without an end token at its beginning."""
+        """Remove an end token at the beginning of ``text``."""
         for end in (self.decode_raw([number]) for number in self.end_token_ids):
             if text.startswith(end):
                 return text.removeprefix(end)
         return text
 
     def render(self, messages: Sequence[Message], environment: str = "", tools: Tools | None = None) -> str:
-        """Text of chat messages and of the beginning of the next turn; raises what the template raises.
+        """Render chat messages and the beginning of the next turn; raises what the template raises.
 
         ``tools`` are schemas as in OpenAI's API; None takes those of the environment.
         """
@@ -193,14 +181,14 @@ class Tokenizer:
         )
 
     def ignores_tools(self, environment: str = "") -> bool:
-        """Whether chats of ``environment`` look the same with tools as without; raises what the template raises."""
+        """Whether its chats look the same with tools as without; raises what the template raises."""
         asked: Message = {"role": "user", "content": "a"}
         tool = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
         offered = [{"type": "function", "function": tool}]
         return self.render([asked], environment, offered) == self.render([asked], environment, ())
 
     def closing_token(self, environment: str = "") -> str | None:
-        """The special token that closes a turn of the model in chats of ``environment``; None where there is none."""
+        """Find the special token that closes a turn of the model in chats of ``environment``."""
         turns = [("user", "a"), ("assistant", _SPOKEN), ("user", "b")]
         try:
             rendered = self.render([{"role": role, "content": said} for role, said in turns], environment)
@@ -214,7 +202,7 @@ class Tokenizer:
         return bool(self.chat_format(environment).template or self._backend.chat_template)
 
     def tool_call_parser(self, environment: str = "") -> str:
-        """Which of `registry.PARSERS` reads the calls of tools in chats of ``environment``; empty: none is known."""
+        """Name the parser of tool calls in chats of ``environment``; empty if none is known."""
         chat = self.chat_format(environment)
         if chat.tool_call_parser is not None:
             return chat.tool_call_parser
@@ -224,7 +212,7 @@ class Tokenizer:
             return ""
 
     def decode(self, token_ids: Sequence[int], calls_of: str = "") -> str:
-        """Text of the ids, special tokens left out but for those that the parser ``calls_of`` reads calls by."""
+        """Decode without special tokens, except those by which the parser ``calls_of`` reads calls."""
         left_out = self.left_out(calls_of) if calls_of else ()
         return self._backend.decode(
             [number for number in token_ids if number not in left_out],
@@ -233,27 +221,24 @@ class Tokenizer:
         )
 
     def left_out(self, calls_of: str = "") -> frozenset[int]:
-        """The ids that `decode` leaves out."""
+        """Return the ids that `decode` leaves out."""
         kept = PARSERS.get(calls_of).markers if calls_of else ()
         return frozenset(number for text, number in self.special_tokens.items() if text not in kept)
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:
-        """Ids of ``<0x00>`` to ``<0xFF>``: what a run of them means is known when it has ended."""
+        """Ids of ``<0x00>`` to ``<0xFF>``, several of which make a character."""
         return frozenset(number for text, number in self._backend.get_vocab().items() if _BYTE.fullmatch(text))
 
     def decode_raw(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids as the model sees them, special tokens by name; for records."""
+        """Decode with special tokens by name, for records."""
         return self._backend.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
 
 def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenizer:
-    """Load `--tokenizer-model`: a local directory or a name in the local hub cache.
+    """Load `--tokenizer-model`, a local directory or a name in the hub cache; ``ConfigError`` if it cannot be used.
 
     ``config.json`` and ``generation_config.json`` there, and in ``model_directories``, may name more end tokens.
-
-    Raises:
-        ConfigError: nothing usable is there, it has no end-of-text token, or `end_token_ids` raises.
     """
     path = str(model_directory(path)) if path.endswith(GGUF) else path
     if Path(path).is_dir():

@@ -40,11 +40,10 @@ class Task:
 
 @dataclass(frozen=True)
 class LaterTurn:
-    """What the environment replies in a worked conversation, and what the model should say to it."""
+    """What the environment replies in a worked conversation, and the answer to it, without the end-of-text token."""
 
     messages: tuple[Message, ...]
     completion: str
-    """The text the model should answer, without the end-of-text token."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,12 @@ class Turn(Transcript):
     last: bool = False
     """True when the model gets no further turn, whatever the environment says."""
     tool_call_parser: str = ""
-    """What reads calls of tools in the text; empty where the environment has none, or no chat template shows them."""
+    """What reads tool calls in the text; empty where the environment has no tools, or no chat template shows them."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """An environment's verdict on a sample, or why there is none: a grade that failed has a code and no reward."""
+    """An environment's verdict on a sample; a grade that failed has a code and no reward."""
 
     reward: float | None
     """A finite number; None of a grade that failed."""
@@ -97,19 +96,18 @@ class Grade:
     extracted: str | None = None
     """The part of the completion that was taken as the answer."""
     correct: bool | None = field(default=None, kw_only=True)
-    """Whether the answer is right. Where an environment leaves it out, it follows from the status and the reward, and
-    stays None where they do not tell (`environments.results.is_right`)."""
+    """Whether the answer is right. Left out, it follows from status and reward if they tell
+    (`environments.results.is_right`)."""
     code: str = field(default="", kw_only=True)
-    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where it failed. What an
-    environment itself writes here and below is not read: it raises an exception."""
+    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where grading failed. Not
+    read from an environment, nor is what follows: it raises an exception."""
     message: str = field(default="", kw_only=True)
-    """What happened."""
     continuation: Continuation | None = field(default=None, kw_only=True)
-    """Set when the conversation goes on; ``reward`` is then what it would be worth if it could not."""
+    """Set when the conversation goes on; ``reward`` is then its worth if it cannot."""
 
     @property
     def failed(self) -> bool:
-        """True where there is no reward: the sample leaves baseline, loss and counts."""
+        """True without a reward: the sample leaves baseline, loss and counts."""
         return self.reward is None
 
 
@@ -119,7 +117,7 @@ Item = tuple[Task, Transcript] | tuple[Task, Any, Turn]
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """One sample of a harness that is to run: its task, and where its calls of the model go."""
+    """One sample for a harness to run: its task, and where to call the model."""
 
     task: Task
     sample: int
@@ -141,13 +139,13 @@ class Step:
     done: bool = False
     """True ends the conversation with ``reward``."""
     reward: float | Grade | None = None
-    """What the conversation is worth should it end with this turn, as it may for lack of room. None is the
-    environment's lowest reward, and no answer when ``done``."""
+    """What the conversation is worth if it ends with this turn, as it may for lack of room. None is the environment's
+    lowest reward; not allowed when ``done``."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a conversation goes on: what the model reads, and the state that the next turn is judged with."""
+    """What the model reads next in a conversation, and the state that its next turn is judged with."""
 
     messages: tuple[Message, ...]
     state: Any = None
@@ -162,7 +160,6 @@ class SourcedTask:
     epoch: int = 0
     """How often this task was drawn before; keeps the samples of a repeated task different."""
     prompt_ids: tuple[int, ...] = ()
-    """The prompt in tokens."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ class Hints:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the number of samples wanted for it; the samples share one prefill."""
+    """One prompt and the number of samples wanted for it; they share one prefill."""
 
     source: SourcedTask
     """With the place it fixes the random numbers of the samples."""
@@ -227,10 +224,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer: ids include the end token when the model emitted it.
-
-    A conversation is one completion: the model's turns and, between them, what it read.
-    """
+    """One sampled answer, with the end token if there was one; a conversation with what was read between turns."""
 
     token_ids: tuple[int, ...]
     inference_logprobs: tuple[float, ...]
@@ -238,17 +232,17 @@ class Completion:
     finish_reason: FinishReason | None
     """None of a sample that goes on, in `Request.so_far`."""
     policy_version: int
-    """How many steps had changed the policy that drew the tokens, but for the ``older`` ones."""
+    """How many steps had changed the policy that drew the tokens, except the ``older`` ones."""
     environment_spans: tuple[tuple[int, int], ...] = ()
-    """``[start, end)`` of the tokens that the model read and did not write: no part of the loss."""
+    """``[start, end)`` of the tokens that the model read and did not write: not in the loss."""
     routing: torch.Tensor | None = field(default=None, compare=False)
-    """[prompt and answer, layers, k] uint8 or int16, on the CPU: the experts that each token was sent to in the layers
-    of this rank. The last token was never fed: the largest number of the dtype. None unless the request wants it."""
+    """[prompt and answer, layers of this rank, k] uint8 or int16, on the CPU: the experts of each token. Of the last
+    token, which was never fed, the largest number of the dtype."""
     older: tuple[tuple[int, int], ...] = ()
     """``(version, end)`` of each stretch at the beginning that an older policy drew: with ((3, 2), (4, 7)) and
     ``policy_version`` 6, tokens 0 and 1 are of version 3, tokens 2 to 6 of version 4, and the others of version 6."""
     cached_tokens: int = field(default=0, compare=False)
-    """Of its prompt, found in the KV cache instead of computed; that depends on what else was drawn."""
+    """Prompt tokens found in the KV cache; depends on what else was drawn."""
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
@@ -274,9 +268,9 @@ Completed = tuple[Request, tuple[Completion, ...]]
 
 @dataclass(frozen=True)
 class Branch:
-    """A further sequence of a sample whose harness went back, or began anew: trained on with the sample's reward.
+    """A further sequence of a sample whose harness went back: trained on with the sample's reward.
 
-    What it shares with an earlier sequence of the sample is part of its prompt, so no token is trained on twice.
+    What it shares with an earlier sequence is part of its prompt, so no token is trained on twice.
     """
 
     prompt_ids: tuple[int, ...]
@@ -291,17 +285,17 @@ class Rollout:
     text: str
     grade: Grade
     prompt_ids: tuple[int, ...] | None = None
-    """Of a harness, which writes its own; None: the group's."""
+    """The harness's own; None: the group's."""
     branches: tuple[Branch, ...] = ()
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Of all its sequences, its own first."""
+        """Completions of all its sequences."""
         return (self.completion, *(branch.completion for branch in self.branches))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all its completions, written or read between turns."""
+        """Number of tokens of all completions, written or read between turns."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @property
@@ -329,6 +323,6 @@ class RolloutGroup:
         return not any(rollout.grade.failed for rollout in self.rollouts)
 
     def sequences(self, rollout: Rollout) -> tuple[Branch, ...]:
-        """All sequences of one of its samples, each with its prompt; its own first."""
+        """List the sequences of one of its samples, each with its prompt."""
         own = self.prompt_ids if rollout.prompt_ids is None else rollout.prompt_ids
         return (Branch(own, rollout.completion), *rollout.branches)

@@ -21,7 +21,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3072
 
 
 def path_refusal(path: str) -> str | None:
-    """Why ``path`` cannot be a file or directory, whether it is there or not; None if it can."""
+    """Say why ``path`` cannot name a file or directory, which need not exist; None if it can."""
     if not path.strip():
         return "is empty; name a path, or leave it out"
     # Cs: bytes that are not UTF-8 arrive as halves of surrogate pairs.
@@ -31,22 +31,20 @@ def path_refusal(path: str) -> str | None:
         return f"begins with a dash, as a flag does, got {shorten(path)}; for a path of that name write ./{path[:40]}"
     longest = max(len(name.encode()) for name in path.split("/"))
     if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
-        return (
-            f"is too long for a file system, which takes names of {_LONGEST_NAME} bytes and here {_LONGEST_PATH} "
-            f"altogether, got {shorten(path)}; use a shorter one"
-        )
+        limits = f"names of {_LONGEST_NAME} bytes and here {_LONGEST_PATH} altogether"
+        return f"is too long for a file system, which takes {limits}, got {shorten(path)}; use a shorter one"
     return None
 
 
 def named_path(text: str) -> Path:
-    """For argparse."""
+    """Check a path for argparse."""
     if refusal := path_refusal(text):
         raise argparse.ArgumentTypeError(refusal)
     return Path(text)
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """A regular file; ``ValueError`` says why there is none that can be read."""
+    """Open a regular file; ``ValueError`` says why it cannot be read."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -57,10 +55,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_text(path: str | Path, most: int = 2**26) -> str:
-    """The text of a file of at most ``most`` bytes, without the byte order mark that programs on Windows write.
-
-    ``ValueError`` says what is wrong with it.
-    """
+    """Read text of at most ``most`` bytes, without a byte order mark; ``ValueError`` says what is wrong with it."""
     try:
         with open_file(path) as file:
             data = file.read(most + 1)
@@ -75,7 +70,7 @@ def read_text(path: str | Path, most: int = 2**26) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file; ``ValueError`` as of `read_text`, or that it is not JSON."""
+    """Read a JSON file; ``ValueError`` as of `read_text`, or that it is not JSON."""
     text = read_text(path)
     try:
         return parse_json(text)

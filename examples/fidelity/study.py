@@ -18,8 +18,8 @@ from controls import MEASURES, run_all
 from plot import write_page
 from settings import SETTINGS, Setting, quick
 
+from megatron_rl.metrics.console import format_table
 from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.table import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GAP = "training/rollout_logprob_gap_mean"

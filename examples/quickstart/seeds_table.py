@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.console import format_table
 
 START_AT_MOST = 0.45
 END_AT_LEAST = 0.95

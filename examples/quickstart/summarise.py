@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from megatron_rl.metrics.console import print_table
 from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.table import print_table
 
 MEASURES = ("pass@1", "pass@8", "greedy", "response_length")
 PHASES = {"gen": "generate and grade", "advantages": "advantages and packing", "update_actor": "policy update",

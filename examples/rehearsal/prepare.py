@@ -22,13 +22,16 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.config.arguments import Reading, read_flags  # noqa: E402
-from megatron_rl.config.read import read_config  # noqa: E402
+from megatron_rl.config.arguments import (  # noqa: E402
+    Reading,
+    read_config,
+    read_flags,
+)
 from megatron_rl.config.rl_config import RLConfig  # noqa: E402
 from megatron_rl.environments.loader import find_environment  # noqa: E402
 from megatron_rl.errors import ConfigError  # noqa: E402
 from megatron_rl.families import read_model  # noqa: E402
-from megatron_rl.metrics.table import format_table  # noqa: E402
+from megatron_rl.metrics.console import format_table  # noqa: E402
 from megatron_rl.registry import FAMILIES  # noqa: E402
 
 OVERRIDES = yaml.safe_load((Path(__file__).parent / "overrides.yaml").read_text())

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_rl.metrics.table import print_table
+from megatron_rl.metrics.console import print_table
 
 MEASURES = ("pass@1", "greedy", "reward", "response_length")
 

@@ -16,15 +16,14 @@ from torch import Tensor
 from megatron_rl.algorithms.context import ContextShare
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. Unbounded, exp overflows fp32 at 88 nats and one such token turns the loss of the batch into inf or
-NaN; exp(20) = 4.9e8 is far beyond every clip range, and its square still fits."""
+"""Nats. Unbounded, one token of 88 nats turns the loss of the batch into inf; exp(20) is beyond every clip range."""
 
 Aggregation = Literal["token-mean", "sequence-mean", "constant"]
 Terms = tuple[Tensor, dict[str, Tensor]]
-"""What a loss, a correction or an advantage returns: a number for each token, [T] fp32, and sums for the metrics.
+"""What a loss, a correction or an advantage returns: a number for each token, [T] fp32, and sums to log by name.
 
-A sum is [] or [T], 0 at masked positions, and stands under the name it is logged as. It is added up over tokens,
-micro-batches and ranks, and divided by the step's loss tokens. Of a name that ends in ``_max`` the largest is logged.
+A sum is [] or [T], 0 at masked positions. It is added up over tokens, micro-batches and ranks and divided by the step's
+loss tokens. Of a name that ends in ``_max`` the largest is logged.
 """
 
 
@@ -35,10 +34,10 @@ class StepRewards:
     rewards: Tensor
     """[N] fp32, finite where ``valid``."""
     valid: Tensor
-    """[N] bool; False where the grade has failed: masked from baseline and loss."""
+    """[N] bool; False where grading failed: masked from baseline and loss."""
     group_index: Tensor
     """[N] int64, the task of each sample, counted from 0."""
-    signal: Tensor
+    informative: Tensor
     """[number of groups] bool: groups whose advantages can differ from 0."""
     in_loss: Tensor
     """[N] bool: the samples that are trained on."""
@@ -51,11 +50,11 @@ class StepRewards:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldSpec:
     """How a field of `Sample` travels between ranks and is laid end to end."""
 
     dtype: torch.dtype | None
-    """None: uint8 or int16, of three dimensions; such a field may be None."""
+    """None: uint8 or int16, [L, layers, k]; such a field may be None."""
     per_token: bool = True
     """A tensor with one row a token; else one Python number of the sequence."""
     padding: int | None = 0
@@ -66,31 +65,31 @@ class Kind:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence ready for training, on the CPU; of a sample of several, each is one with its id and reward.
+    """One sequence ready for training, on the CPU. Sequences of one sample share its id and reward.
 
-    What a field is stands here alone: the exchange between ranks and `TokenBatch.samples` follow. In a micro-batch L is
-    T, and a number of a sequence is a tensor [B].
+    The exchange between ranks and `TokenBatch.samples` follow from this declaration: there L is T, and a number of a
+    sequence is a tensor [B].
     """
 
-    token_ids: Annotated[Tensor, Kind(torch.int64)]
+    token_ids: Annotated[Tensor, FieldSpec(torch.int64)]
     """[L] int64."""
-    loss_mask: Annotated[Tensor, Kind(torch.bool)]
+    loss_mask: Annotated[Tensor, FieldSpec(torch.bool)]
     """[L] bool: the policy wrote the token; False in the prompt and where it read."""
-    inference_logprobs: Annotated[Tensor, Kind(torch.float32)]
+    inference_logprobs: Annotated[Tensor, FieldSpec(torch.float32)]
     """[L] fp32, 0 at prompt positions and in supervised samples, which nothing sampled."""
-    versions: Annotated[Tensor, Kind(torch.int64)]
+    versions: Annotated[Tensor, FieldSpec(torch.int64)]
     """[L] int64: how many steps had changed the policy that drew the token."""
-    routing: Annotated[Tensor | None, Kind(None, padding=None)] = None
-    """[L, layers of this rank, k] uint8 or int16: the experts to send the tokens to (`--rl-router-replay`). Of tokens
-    that the rollout did not feed the largest number of the dtype: the router chooses."""
-    reward: Annotated[float | Tensor, Kind(torch.float32, per_token=False)] = 0.0
-    sample_id: Annotated[int | tuple[int, ...], Kind(torch.int64, per_token=False, on_host=True)] = 0
+    routing: Annotated[Tensor | None, FieldSpec(None, padding=None)] = None
+    """[L, layers of this rank, k]: experts to send the tokens to (`--rl-router-replay`). Where it is the largest number
+    of the dtype, as the rollout did not feed the token, the router chooses."""
+    reward: Annotated[float | Tensor, FieldSpec(torch.float32, per_token=False)] = 0.0
+    sample_id: Annotated[int | tuple[int, ...], FieldSpec(torch.int64, per_token=False, on_host=True)] = 0
     """Of the sample in the step; ties it to its rows in the rollout records."""
-    sequence: Annotated[int | Tensor, Kind(torch.int64, per_token=False)] = 0
+    sequence: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
     """Number among the sample's sequences; number 0 is always there."""
-    tokens_elsewhere: Annotated[int | Tensor, Kind(torch.int64, per_token=False)] = 0
+    tokens_elsewhere: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
     """Tokens that the policy wrote in the sample's other sequences, wherever these are."""
-    truncated: Annotated[bool | Tensor, Kind(torch.bool, per_token=False)] = False
+    truncated: Annotated[bool | Tensor, FieldSpec(torch.bool, per_token=False)] = False
     """The sequence was cut at its length limit."""
 
     @property
@@ -99,8 +98,7 @@ class Sample:
         return self.token_ids.numel()
 
 
-KINDS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sample, include_extras=True).items()}
-"""Of each field of a sample."""
+SAMPLE_FIELDS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sample, include_extras=True).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,7 @@ class Packing:
     sequence_index: Tensor
     """[T] int64, the sequence of each token; every sequence is whole."""
     share: ContextShare | None = None
-    """What of it this context-parallel rank runs through the model; None where it is all. Each has the whole batch."""
+    """The tokens that this context-parallel rank runs through the model; None: all. Each rank has the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,7 @@ class LossInputs:
     inference_logprobs: Tensor
     """[T], of the engine that drew the tokens; 0 where ``loss_mask`` is 0."""
     old_logprobs: Tensor | None = None
-    """[T] of the trainer's model before the step's updates. None between scoring and loss where there is one update:
-    they are the current ones."""
+    """[T] of the trainer's model before the step's updates. None where there is one update: the current ones."""
     current_logprobs: Tensor | None = None
     """[T] of the model being trained; the gradient flows into them."""
     advantages: Tensor | None = None
@@ -150,7 +147,7 @@ class LossInputs:
 
     @property
     def in_loss(self) -> Tensor:
-        """[T] bool."""
+        """The mask as [T] bool."""
         return self.loss_mask > 0
 
     @property
@@ -186,13 +183,12 @@ class TokenBatch(LossInputs):
         loss_mask                 0  1  1   0  1  0  0  0
         rewards                   0  0  1   0  .5 0  0  0
 
-    Collation fills what has no default; scoring the rest, where it is needed, but for the current log-probs and their
-    entropy, which the forward pass of an update gives.
+    Collation fills what has no default, the forward pass of an update the current log-probs and their entropy, and
+    scoring the rest where it is needed.
     """
 
     samples: Sample
-    """As they came, end to end; a harness's sample may have sequences in other micro-batches or on other ranks, too,
-    but always in the same update."""
+    """End to end. A harness's sample may have sequences in other micro-batches or on other ranks of the same update."""
     rewards: Tensor
     """[T] fp32: a sequence's reward at its last loss token, 0 elsewhere."""
     step: StepRewards | None = None
@@ -201,7 +197,6 @@ class TokenBatch(LossInputs):
     teacher_logprobs: Tensor | None = None
     """[T] of the teacher; None without one."""
     critic: CriticValues | None = None
-    """None without a critic."""
     advantage_sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Of the advantages, for the metrics."""
     picked: Tensor | None = None
@@ -211,35 +206,34 @@ class TokenBatch(LossInputs):
 
     @property
     def is_counted_here(self) -> bool:
-        """Of context-parallel ranks, which all know the whole loss, the first one tells its denominator."""
+        """True on the context-parallel rank that counts the denominator: all ranks know the whole loss."""
         return self.packing.share is None or self.packing.share.rank == 0
 
     @property
     def values(self) -> Tensor:
-        """[T], of a batch with a critic: what it expected before the token was drawn."""
+        """The critic's values, [T]."""
         return self.critic.values
 
     @property
     def versions(self) -> Tensor:
-        """[T] int64: how many steps had changed the policy that drew the token."""
+        """See `Sample.versions`, [T]."""
         return self.samples.versions
 
     @property
     def lag(self) -> Tensor:
-        """[T] int64: steps between the policy that drew the token and that at the beginning of ``step``; else 0."""
+        """Staleness, [T] int64: steps between the policy that drew the token and that at the beginning of ``step``."""
         return torch.zeros_like(self.versions) if self.step is None else self.step.policy_version - self.versions
 
     def of_samples(self, values: Tensor) -> Tensor:
-        """[T] fp32 on the batch's device: of each token the value of its sample; ``values`` [N] on the CPU."""
+        """Give each token the value of its sample: [N] on the CPU -> [T] fp32 on the batch's device."""
         own = values[torch.tensor(self.samples.sample_id, dtype=torch.int64)].float()
         own = torch.cat([own, own.new_zeros(len(self.packing.lengths) - own.numel())])
         return own.to(self.sequence_index.device)[self.sequence_index]
 
     def sample_tokens(self) -> Tensor:
-        """Loss tokens of each sequence's sample, in all its sequences: [B] int64.
+        """Count the loss tokens of each sequence's sample, in all its sequences: [B] int64.
 
-        Of tokens that `trusted_mask` leaves out those of the sequence itself are not counted; those of others, which
-        may be in another micro-batch, are.
+        What `trusted_mask` left out of other sequences, which may be in another micro-batch, is still counted.
         """
         return self.loss_tokens() + self.samples.tokens_elsewhere
 
@@ -254,10 +248,10 @@ def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mas
 
 
 def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tuple[Tensor, Tensor]:
-    """Weights of the tokens and the denominator of their sum.
+    """Return the weights of the tokens and the denominator of their sum.
 
     The trainer sums ``per_token * weights`` and the denominators over all micro-batches and data-parallel ranks of an
-    update and divides once. No micro-batch has a denominator of its own, so two micro-batches equal one.
+    update and divides once, so two micro-batches equal one.
 
     =================  ===============================  ==========================================
     kind               weight of a loss token           denominator
@@ -267,8 +261,8 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     ``constant``       1 / constant (Dr. GRPO)          number of samples with loss tokens
     =================  ===============================  ==========================================
 
-    Most samples are one sequence. Of those of several all tokens count, so a sample's weight does not grow with the
-    number of its sequences; its first one counts it in the denominator.
+    A sample of several sequences has the weight of one: all its tokens count, and its first sequence counts it in the
+    denominator.
 
     Args:
         kind: the reduction.
@@ -276,8 +270,7 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
         constant: tokens, positive; Dr. GRPO (arXiv 2503.20783) takes the length limit of completions.
 
     Returns:
-        weights [T] fp32, 0 at masked positions, and the denominator, [] int64 on the same device: reading it
-        on the host would wait for the device in every micro-batch.
+        weights [T] fp32, 0 at masked positions, and the denominator, [] int64 on the same device.
     """
     in_loss = batch.in_loss
     if kind == "token-mean":
@@ -290,7 +283,7 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
 
 
 def summed(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each of an extension's sums as [] fp64, detached: added up over the tokens, or the largest."""
+    """Reduce each of an extension's sums to [] fp64, detached; the largest of a name that ends in ``_max``."""
     values = {name: value.detach().double() for name, value in sums.items()}
     return {name: value.max() if name.endswith("_max") else value.sum() for name, value in values.items()}
 

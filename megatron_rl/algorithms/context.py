@@ -1,7 +1,7 @@
-"""Which tokens of a packed batch a context-parallel rank has, and numbers of all tokens from those that each computed.
+"""Which tokens of a packed batch a context-parallel rank computes, and how results come together again.
 
-Every sequence, and not the packed batch, is cut into 2 C chunks for C ranks. Rank r has the chunks r and 2 C - 1 - r:
-early tokens see few keys and late ones many, so each rank has its share of the work of every sequence.
+Every sequence is cut into 2 C chunks for C ranks. Rank r has the chunks r and 2 C - 1 - r: early tokens see few keys
+and late ones many, so each rank has its share of the work of every sequence.
 """
 
 from __future__ import annotations
@@ -48,13 +48,10 @@ class ContextShare:
 
     @classmethod
     def of(cls, lengths: Sequence[int], rank: int, size: int, device: torch.device | str = "cpu") -> ContextShare:
-        """Of sequences of ``lengths`` tokens, whose sum ``size`` ranks divide.
+        """Share sequences of ``lengths`` tokens among ``size`` ranks; ``ValueError`` if it does not divide their sum.
 
-        The tokens of a sequence that its chunks do not share evenly go to the ranks in turn, on from where the sequence
+        Tokens that the chunks of a sequence do not share evenly go to the ranks in turn, on from where the sequence
         before stopped: then all ranks have equally many of the batch.
-
-        Raises:
-            ValueError: ``size`` does not divide their sum.
         """
         total = sum(lengths)
         if total % size:
@@ -82,7 +79,7 @@ class ContextShare:
         )
 
     def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Numbers of this rank's tokens, [W], to those of all, [T]; collective over the context-parallel ``group``.
+        """Gather this rank's numbers [W] to those of all tokens [T]; collective over the context-parallel ``group``.
 
         Every rank computes the same loss of them, so each takes the gradient of its own back.
         """

@@ -21,8 +21,8 @@ from megatron_rl.errors import ConfigError, Problem, collecting, shorten
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
 Baseline = Literal["group", "batch", "critic", "teacher"]
-"""What an advantage compares a reward with: the other samples of the task, all samples of the step, or what a critic
-expected (`TokenBatch.values`). With a teacher samples have an advantage whatever their rewards are."""
+"""What an advantage compares a reward with: the group, all samples of the step, or the values of a critic. With a
+teacher samples have an advantage whatever their rewards are."""
 Function = Callable[[TokenBatch], Terms]
 
 CLIPPED = "rollout_corr/rollout_is_clipped"
@@ -31,18 +31,15 @@ CLIPPED = "rollout_corr/rollout_is_clipped"
 FLAGS_OF_OPTIONS: dict[str, dict[str, str]] = {
     "rl_advantage": {"gamma": "rl_gamma", "gae_lambda": "rl_gae_lambda"},
     "rl_policy_loss": {
-        "clamp_eps_lower": "grpo_clamp_eps_lower",
-        "clamp_eps_upper": "grpo_clamp_eps_upper",
+        "clamp_eps_lower": "grpo_clamp_eps_lower", "clamp_eps_upper": "grpo_clamp_eps_upper",
         "dual_clip": "rl_dual_clip",
     },
     "rl_correction": {
-        "cap": "rl_correction_cap",
-        "lower": "rl_correction_lower",
-        "upper": "rl_correction_upper",
+        "cap": "rl_correction_cap", "lower": "rl_correction_lower", "upper": "rl_correction_upper",
         "veto": "rl_correction_veto",
     },
     "rl_group_filter": {},
-}
+}  # fmt: skip
 """Options that have a flag of their own. A flag that is given is refused where no chosen extension has the option."""
 
 
@@ -66,25 +63,23 @@ class Extension(Options):
     """Base of losses, corrections and advantages."""
 
     AGGREGATION: ClassVar[Aggregation] = "token-mean"
-    """Of a loss: its denominator where no flag was given. As the other two read without importing the file too, so it
-    is a literal."""
+    """Of a loss: its denominator where no flag was given. A literal, like the other two: the file is not imported."""
     LEVEL: ClassVar[Literal["token", "sequence"]] = "token"
     """Of a correction: whether tokens are weighed one by one or all tokens of a sequence alike."""
     BASELINE: ClassVar[Baseline] = "group"
-    """Of an advantage: it decides which groups carry a signal, and whether a group may be of one sample."""
+    """Of an advantage: decides which groups are dropped as uninformative, and whether a group may be of one sample."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """Without waiting for the device.
+        """Compute the terms without waiting for the device.
 
-        A loss: per token what is minimised, 0 at masked positions, with the gradient of ``batch.current_logprobs``. A
-        correction: the weight of each token, 0 at masked positions and where it is rejected. An advantage: that of
-        each token.
+        Of a loss what is minimised at each token, 0 where masked, with the gradient of ``batch.current_logprobs``; of a
+        correction the weight of each token, 0 where masked or rejected; of an advantage that of each token.
         """
         raise NotImplementedError
 
     @property
     def whitening_epsilon(self) -> float | None:
-        """Of an advantage that the trainer is to give mean 0 and std 1 over the loss tokens: added to its std."""
+        """Of an advantage that the trainer whitens over the step's loss tokens: added to its std."""
         return None
 
     def returns(self, batch: TokenBatch, advantages: Tensor) -> Tensor:
@@ -94,13 +89,13 @@ class Extension(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter(Options):
-    """Base of what dynamic sampling asks of every group: whether it counts."""
+    """Base of the filters of dynamic sampling: whether a group counts."""
 
     OF: ClassVar[str] = "rewards"
     """Or ``verdicts``: it is then called with 1 for each right answer and 0 for each other one, whatever the reward."""
 
     def __call__(self, rewards: Tensor) -> bool:
-        """``rewards``, fp32 on the CPU, of those samples of the group that have a grade; there may be none."""
+        """Decide by ``rewards``, fp32 on the CPU, of the group's graded samples; there may be none."""
         raise NotImplementedError
 
 
@@ -112,11 +107,10 @@ class Composed:
 
     @property
     def LEVEL(self) -> str:
-        """Of sequences if one part is."""
+        """``sequence`` if one part is of sequences."""
         return "sequence" if any(level_of(part) == "sequence" for part in self.parts) else "token"
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``."""
         weights, sums, clipped = batch.in_loss.float(), {}, torch.zeros_like(batch.in_loss)
         for part in self.parts:
             more, own = part(batch)
@@ -125,31 +119,27 @@ class Composed:
 
 
 def level_of(correction: Function) -> str:
-    """``token`` or ``sequence``."""
+    """Return ``token`` or ``sequence``."""
     return getattr(correction, "LEVEL", "token")
 
 
 def measure_of(counts: Callable[[Tensor], bool]) -> str:
-    """``rewards`` or ``verdicts``, of a `GroupFilter`."""
+    """Return whether a filter wants ``rewards`` or ``verdicts``."""
     return getattr(counts, "OF", GroupFilter.OF)
 
 
 def advantage_of(config: RLConfig) -> Function:
-    """That of `--rl-advantage`.
-
-    Raises:
-        ConfigError: it is not there, or its options are refused; with every problem.
-    """
+    """Make the advantage of `--rl-advantage`; ``ConfigError`` with every problem of its name and options."""
     return _chosen(config, "rl_advantage", ADVANTAGES, [config.algorithm.rl_advantage])[0]
 
 
 def loss_of(config: RLConfig) -> Function:
-    """That of `--rl-policy-loss`; raises as `advantage_of`."""
+    """Make the loss of `--rl-policy-loss`; raises as `advantage_of`."""
     return _chosen(config, "rl_policy_loss", LOSSES, [config.algorithm.rl_policy_loss])[0]
 
 
 def correction_of(config: RLConfig) -> Function:
-    """That of `--rl-correction`, composed where names are joined by +; raises as `advantage_of`."""
+    """Make the correction of `--rl-correction`, composed where names are joined by +; raises as `advantage_of`."""
     parts = [part.strip() for part in config.algorithm.rl_correction.split("+")]
     if len({part.replace("-", "_") for part in parts}) < len(parts):
         text = "has a correction twice, which would square its weights; name each once"
@@ -159,15 +149,15 @@ def correction_of(config: RLConfig) -> Function:
 
 
 def filter_of(config: RLConfig) -> Callable[[Tensor], bool]:
-    """That of `--rl-group-filter`; raises as `advantage_of`."""
+    """Make the filter of `--rl-group-filter`; raises as `advantage_of`."""
     return _chosen(config, "rl_group_filter", FILTERS, [config.algorithm.rl_group_filter])[0]
 
 
 def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequence[str]) -> list[Any]:
-    """The extensions of these names with their options: from flags of their own, then from ``--...-args``."""
+    """Make the extensions of these names with options from flags of their own, then from ``--...-args``."""
     spelling, joined = f"--{field.replace('_', '-')}", "+".join(names)
-    flags = {option: getattr(config.algorithm, name) for option, name in FLAGS_OF_OPTIONS[field].items()}
-    given = {option: value for option, value in flags.items() if value is not None}
+    named = FLAGS_OF_OPTIONS[field].items()
+    given = {option: config.value(name) for option, name in named if config.value(name) is not None}
     texts = dict(text.partition("=")[::2] for text in getattr(config.algorithm, f"{field}_args"))
     problems: list[Problem] = []
     found = []
@@ -184,12 +174,9 @@ def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequen
     known = {option for _, options in found for option in options}
     for option in (option for option in given if option not in known):
         having = [name for name in registry.names() if option in _options(registry.get(name))]
-        flag_of_it = FLAGS_OF_OPTIONS[field][option].replace("_", "-")
-        problems.append(Problem(
-            spelling,
-            f"{spelling} {joined} has no option '{option}' and would ignore --{flag_of_it}; use {' or '.join(having)}, "
-            "or leave it out",
-        ))
+        ignored = f"--{FLAGS_OF_OPTIONS[field][option].replace('_', '-')}"
+        text = f"has no option '{option}' and would ignore {ignored}; use {' or '.join(having)}, or leave it out"
+        problems.append(Problem(spelling, f"{spelling} {joined} {text}"))
     for option in (option for option in texts if option not in known):
         near = difflib.get_close_matches(option, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(known)) or 'none'}"
@@ -205,18 +192,18 @@ def _built(
 ) -> Any:
     if not isinstance(extension, type):
         return extension
-    values = {name: value for name, value in given.items() if name in options}
+    typed: dict[str, Any] = {}
     for name in (name for name in texts if name in options):
         try:
-            values[name] = options[name].convert(texts[name])
+            typed[name] = options[name].convert(texts[name])
         except ValueError as error:
             raise ConfigError([Problem(f"{spelling}-args", f"{spelling}-args: {name} {error}")]) from error
     try:
-        return extension(**values)
+        return extension(**{name: value for name, value in given.items() if name in options} | typed)
     except ConfigError as error:
         raise ConfigError([problem.under(spelling) for problem in error.problems]) from error
 
 
 def _options(extension: Any) -> dict[str, Flag]:
-    """The options of a class by name; a function has none."""
+    """Return the options of a class by name; a function has none."""
     return {flag.name: flag for flag in flags_of(extension)} if isinstance(extension, type) else {}

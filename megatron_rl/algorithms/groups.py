@@ -28,7 +28,7 @@ class GroupStatistics:
 def group_statistics(step: StepRewards) -> GroupStatistics:
     """Count, centred reward and standard deviation of each sample's group."""
     # fp64: in fp32 the mean of eight rewards of 0.1 is off by 7e-9, which an epsilon of 1e-6 would turn into
-    # advantages of 0.007 for a group that has no signal.
+    # advantages of 0.007 for a group of equal rewards.
     known = torch.where(step.valid, step.rewards, 0.0).double()
     count = _group_sum(step.valid.double(), step.group_index)
     mean = _group_sum(known, step.group_index) / count.clamp_min(1)
@@ -38,10 +38,9 @@ def group_statistics(step: StepRewards) -> GroupStatistics:
 
 
 def normalised(values: Tensor, times: Tensor, epsilon: float) -> Tensor:
-    """``(value - mean) / (std + epsilon)`` of ``values`` [N], [N] fp64; std with ddof 1.
+    """Return ``(value - mean) / (std + epsilon)`` of ``values`` [N], [N] fp64; std with ddof 1.
 
-    ``times`` [N], whole numbers: how often each sample counts in mean and std. Where it is 0 so is the result, whatever
-    the value. Weighed by it the results add up to 0.
+    Sample n counts ``times[n]`` times in mean and std; where that is 0 so is the result, whatever the value.
     """
     counts, times = times > 0, times.double()
     known, count = torch.where(counts, values, 0.0).double(), times.sum()
@@ -55,15 +54,12 @@ def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add_(0, group_index, values)[group_index]
 
 
-def groups_with_signal(baseline: Baseline, rewards: Tensor, valid: Tensor, group_index: Tensor) -> Tensor:
-    """Which groups have an advantage that can differ from 0: [number of groups] bool.
+def informative_groups(baseline: Baseline, rewards: Tensor, valid: Tensor, group_index: Tensor) -> Tensor:
+    """Return which groups have an advantage that can differ from 0: [number of groups] bool.
 
     Against a baseline of the group, those with valid rewards that are not all equal. Against one of the batch, all
-    with a valid reward, unless the whole batch's are equal: left out, a group that was always solved would take its
-    positive advantages with it, and those that stay would not add up to 0. Against a critic, which may have expected
-    another one, and with a teacher, all with a valid reward.
-
-    The tensors are as in `StepRewards`.
+    with a valid reward, unless the whole batch's are equal: without the groups that were always solved the advantages
+    would not add up to 0. With a critic or a teacher, all with a valid reward. The tensors are as in `StepRewards`.
     """
     num_groups = int(group_index.max()) + 1 if group_index.numel() else 0
     if baseline != "group":

@@ -27,19 +27,10 @@ from megatron_rl.algorithms.batch import TokenBatch, log_ratio, trusted_mask
 Estimator = Literal["k1", "k2", "k3"]
 
 
-def kl_per_token(
-    kind: Estimator, current_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor
-) -> Tensor:
-    """The estimate of each token, in nats; not reduced, so it has no denominator of its own.
+def kl_per_token(kind: Estimator, current_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """Estimate the KL of each token in nats: [T] fp32, 0 at masked positions, which may hold anything.
 
-    Args:
-        kind: the estimator.
-        current_logprobs: [T] of the sampled tokens; the gradient flows into them.
-        ref_logprobs: [T] of the same tokens under the reference.
-        loss_mask: [T] fp32; masked positions may hold anything, NaN included.
-
-    Returns:
-        [T] fp32, 0 at masked positions. ``d`` is bounded by ``batch.LOG_RATIO_LIMIT``.
+    All arguments are [T]; the gradient flows into ``current_logprobs``. ``d`` is bounded by ``batch.LOG_RATIO_LIMIT``.
     """
     difference = log_ratio(current_logprobs, ref_logprobs, loss_mask)
     if kind == "k1":
@@ -51,10 +42,9 @@ def kl_per_token(
 
 
 def with_kl_in_reward(batch: TokenBatch, beta: float) -> tuple[TokenBatch, dict[str, Tensor]]:
-    """The batch with ``beta (log pi_old - log pi_ref)`` taken off the reward of each loss token, and a sum for the log.
+    """Take ``beta (log pi_old - log pi_ref)`` off the reward of each loss token; returns the batch and a sum to log.
 
-    k1, which is unbiased: the gradient comes from the advantages (arXiv 2203.02155). A token with a log-prob that is
-    not finite has no penalty; the loss leaves it out.
+    k1, which is unbiased: the gradient comes from the advantages (arXiv 2203.02155).
     """
     mask = trusted_mask(batch.loss_mask, batch.old_logprobs, batch.ref_logprobs)
     kl = log_ratio(batch.old_logprobs, batch.ref_logprobs, mask)

@@ -8,10 +8,9 @@ between the two happens in ``selected_logprobs`` and nowhere else. On ``P0 P1 A0
     result at index            1           2           3
     selected_logprobs      0   log p(P1)   log p(A0)   log p(E)
 
-Neither the full logits of a group nor an fp32 copy of a shard ever exists: rows are worked through in chunks,
-and the backward pass computes the softmax again from the saved logits instead of keeping it. Fused with the output
-layer, the logits do not exist either: its product is made a few rows at a time and forgotten, and made again in the
-backward pass. That costs one product more (four for three), and saves logits and their gradient, [T, V / tp] each.
+Rows are worked through in chunks, and the backward pass computes the softmax again, so no fp32 copy of the logits ever
+exists. Fused with the output layer, the logits do not exist either: its product is made a few rows at a time, and again
+in the backward pass. That costs a fourth product for three, and saves logits and their gradient, [T, V / tp] each.
 """
 
 from __future__ import annotations
@@ -51,34 +50,32 @@ def selected_logprobs(
     share: ContextShare | None = None,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the model says about each token of a packed batch, given the tokens before it.
+    """Compute the log-prob of each token of a packed batch under ``softmax(logits / temperature)``.
 
-    It is the fp32 log-softmax of ``logits / temperature``. All ranks of the tensor group call this with the same tokens
-    and get the same result; the gradient of a rank is that of its shard, for a loss that every rank computes alike.
+    All ranks of the tensor group call this with the same tokens and get the same result; the gradient of a rank is that
+    of its shard, for a loss that every rank computes alike.
 
     Args:
         output: logits [T, V / tp], any float type; this rank's columns, real ones followed by padding. With ``weight``
-            the hidden states [T, H], whose gradient is of this rank's columns, to be added up over the tensor group.
+            the hidden states [T, H], whose gradient is to be added up over the tensor group.
         token_ids: [T] int64.
         position_ids: [T] int64, 0 at the first token of every sequence (index 0 is one).
-        vocab_size: the tokenizer's size; columns with an id beyond it are padding and have probability 0.
-        weight: [V / tp, H] of the output layer, this rank's rows, where its product is to be made here.
+        vocab_size: the tokenizer's; columns beyond it are padding and have probability 0.
+        weight: [V / tp, H] of the output layer, this rank's rows, where the logits are to be made here.
         temperature: of the distribution the tokens were sampled from; above 0.
-        vocab_start: the id of the first column of this rank.
-        tensor_group: the tensor-parallel ranks that hold the other columns; None when this rank holds all.
-        entropy: whether to return it in the same pass, and whether a gradient flows through it.
-        share: the tokens that ``output`` is of, [W] instead of [T] of them; None where it is of all.
-        context_group: with ``share`` the context-parallel ranks, who between them have all.
+        vocab_start: the id of this rank's first column.
+        tensor_group: the ranks that hold the other columns; None when this rank holds all.
+        entropy: whether to return it, and whether a gradient flows through it.
+        share: the W of T tokens that ``output`` is of; None where it is of all.
+        context_group: with ``share`` the context-parallel ranks.
 
     Returns:
-        Log-probs, and the entropy in nats of the distribution that token t was drawn from (None: not asked for). Both
-        [T] fp32 (fp64 for fp64 logits), token t's at index t; 0 at the first token of every sequence, which nothing
-        predicts. An id outside ``[0, vocab_size)`` has log-prob -inf.
+        Log-probs, and the entropy in nats of the distribution that token t was drawn from, or None. Both [T] fp32 (fp64
+        for fp64 logits), 0 at the first token of every sequence; an id outside ``[0, vocab_size)`` has log-prob -inf.
     """
     shard = Shard(vocab_start, vocab_size, temperature, tensor_group)
-    # roll pairs logits[t] with token_ids[t + 1] without the full-size copy that logits[:-1] costs in the
-    # backward pass. The one wrong pair, the last logits with the first token, lands on index 0 and goes with
-    # the first tokens.
+    # logits[:-1] would cost a full-size copy in the backward pass. The one wrong pair, the last logits with the first
+    # token, lands on index 0, which is set to 0 below.
     targets = token_ids.roll(-1)
     if share is not None:
         targets = targets[share.local]
@@ -86,7 +83,6 @@ def selected_logprobs(
     if share is not None:
         at_logits = share.whole(at_logits, context_group)
         entropy_at_logits = None if entropy_at_logits is None else share.whole(entropy_at_logits, context_group)
-    # From what is known at the logits of t to what belongs to token t + 1: the shift.
     predicted = position_ids > 0
     logprobs = torch.where(predicted, at_logits.roll(1), 0.0)
     return logprobs, None if entropy_at_logits is None else torch.where(predicted, entropy_at_logits.roll(1), 0.0)
@@ -206,8 +202,8 @@ def _logits_gradient(
             probabilities = all_logprobs.exp()
             grad = probabilities * grad_all[rows]
             # d entropy / dx = -p (log p + entropy).
-            surplus = _finite(all_logprobs).add_(entropies[rows, None]).mul_(probabilities)
-            grad -= surplus.mul_(grad_entropies[rows, None] / shard.temperature)
+            of_entropy = _finite(all_logprobs).add_(entropies[rows, None]).mul_(probabilities)
+            grad -= of_entropy.mul_(grad_entropies[rows, None] / shard.temperature)
         else:
             grad = all_logprobs.exp_().mul_(grad_all[rows])
         out[rows, : chunk.shape[1]] = grad.scatter_add_(1, columns[rows, None], grad_target[rows])

@@ -1,7 +1,7 @@
-"""How far the engine's policy is from the trainer's: logged in every step, whatever the correction.
+"""How far the engine's policy is from the trainer's, in every step.
 
-Statistics stay on the device as sums and one maximum, so that micro-batches and ranks are combined by one SUM and
-one MAX all-reduce, and are read once a step.
+Statistics stay on the device as sums and maxima, so that micro-batches and ranks are combined by one SUM and one MAX
+all-reduce, and are read once a step.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ _WORSE, _ROUNDING = 1.25, 1e-5
 
 @torch.no_grad()
 def mismatch_sums(batch: TokenBatch, weights: Tensor, clipped: Tensor) -> dict[str, Tensor]:
-    """Sums over the loss tokens of one micro-batch and one maximum, fp64, without waiting for the device.
+    """Sum the statistics of one micro-batch over its loss tokens, fp64, without waiting for the device.
 
-    ``delta`` is ``log(pi_old / pi_inference)`` in nats, bounded by ``batch.LOG_RATIO_LIMIT``. The engine drew the
-    tokens, so the k3 estimate is of ``KL(inference || old)``. ``fresh`` tokens are by the weights that the trainer has:
-    on them the two should agree.
+    ``delta`` is ``log(pi_old / pi_inference)`` in nats, bounded by ``batch.LOG_RATIO_LIMIT``; the k3 estimate is of
+    ``KL(inference || old)``. On ``fresh`` tokens, drawn by the trainer's current weights, the two should agree.
 
     Args:
         batch: with old log-probs.
-        weights: [T] of the correction that was applied to these tokens, 0 at masked positions.
+        weights: [T] of the correction, 0 at masked positions.
         clipped: [T] bool, the loss tokens that it has capped or rejected.
     """
     in_loss = batch.in_loss
@@ -69,12 +68,12 @@ def mismatch_sums(batch: TokenBatch, weights: Tensor, clipped: Tensor) -> dict[s
 
 
 def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Means, fractions and the maximum under their logged names, from what ``mismatch_sums`` adds up to, on the host.
+    """Make the metrics, under their logged names, from the sums of ``mismatch_sums`` over a step.
 
     The effective sample size is Kish's ``(sum w)^2 / sum w^2`` as a fraction of the tokens: 1 when all weights are
     equal. The residual gap is the mean of ``|log weight - delta|`` over the tokens that were weighed and not clipped: 0
     for weights that are the ratios, the whole gap for weights of 1, twice the gap for inverted ratios. Without tokens
-    everything is 0, but what compares fresh tokens is there only with such tokens, and what compares others with those.
+    everything is 0; metrics of fresh and of stale tokens are there only with such tokens.
     """
     of = {name.removeprefix("mismatch/"): float(value) for name, value in sums.items() if value.numel() == 1}
     tokens = max(of["tokens"], 1.0)
@@ -102,15 +101,10 @@ def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def correction_problem(name: str, correction: Function, metrics: Mapping[str, float]) -> str | None:
-    """One line when a correction has not done what it is for, else None.
+    """Return one line when a correction has not done what it is for, else None.
 
-    Of whole sequences, when it leaves little of the step's tokens: log ratios add up along a sequence, and a gap that
-    is harmless for a token empties long sequences of weight. Of tokens, when it makes the gap larger.
-
-    Args:
-        name: as in ``--rl-correction``.
-        correction: what it stands for.
-        metrics: of the step, under their logged names; without those of the correction there is no problem.
+    Of whole sequences, when it leaves little weight: log ratios add up along a sequence. Of tokens, when it makes the
+    gap larger. ``name`` is as in ``--rl-correction``, ``metrics`` are of the step under their logged names.
     """
     if level_of(correction) == "sequence":
         weight = metrics.get("rollout_corr/rollout_is_mean", 1.0)
@@ -134,10 +128,9 @@ def correction_problem(name: str, correction: Function, metrics: Mapping[str, fl
 
 
 def _histogram(values: Tensor, counted: Tensor) -> Tensor:
-    """How many of ``values`` [T] fp64, where ``counted`` [T] bool, lie in each bin: [1 + HISTOGRAM_BINS] fp64.
+    """Count the ``counted`` of ``values`` by size: [1 + HISTOGRAM_BINS] fp64, first those below ``HISTOGRAM_START``.
 
-    Bins are by size, first the values below ``HISTOGRAM_START``. Unlike ``bincount`` it does not wait for the device,
-    and a NaN falls into some bin instead of out of bounds.
+    Unlike ``bincount`` it does not wait for the device, and a NaN falls into some bin instead of out of bounds.
     """
     bins = ((values.clamp_min(1e-300) / HISTOGRAM_START).log() / _LOG_BIN_WIDTH).floor().long() + 1
     bins = bins.clamp(0, HISTOGRAM_BINS)

@@ -15,8 +15,8 @@ from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.config.rl_config import RLConfig
 
 MicroLoss = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""A micro-batch's part of the loss ``sum(totals) / sum(denominators)``: the total, [] fp32 with the gradient, a
-weighted sum and not a mean; its share of the denominator, [] integer; detached sums for the metrics, on the device."""
+"""A micro-batch's part of ``sum(totals) / sum(denominators)``: its total, [] fp32 with the gradient; its share of the
+denominator, [] integer; detached sums for the metrics, on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PolicyObjective:
 
     @classmethod
     def of(cls, config: RLConfig) -> PolicyObjective:
-        """Of the flags; raises ``ConfigError`` as `extension.loss_of`."""
+        """Build it from the flags; raises ``ConfigError`` as `extension.loss_of`."""
         algorithm, teacher = config.algorithm, config.teacher
         return cls(
             loss=loss_of(config),
@@ -55,7 +55,7 @@ class PolicyObjective:
         )
 
     def __call__(self, batch: TokenBatch) -> MicroLoss:
-        """Of a scored batch with the current log-probs and the entropy."""
+        """Compute the loss of a scored batch with current log-probs and entropy."""
         current = batch.current_logprobs
         old = current.detach() if batch.old_logprobs is None else batch.old_logprobs
         fixed = batch.inference_logprobs, batch.ref_logprobs, batch.teacher_logprobs
@@ -96,7 +96,7 @@ class PolicyObjective:
         return total, denominator, {name: value.detach() for name, value in sums.items()}
 
     def _with_teacher(self, total: Tensor, batch: TokenBatch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The total with the teacher's term, and sums of what the teacher says."""
+        """Add the teacher's term; returns the total and sums for the metrics."""
         mask = batch.loss_mask
         sums = {
             "teacher/kl": kl_per_token("k1", batch.old_logprobs, batch.teacher_logprobs, mask).sum(),
@@ -110,7 +110,7 @@ class PolicyObjective:
 
 
 def objective_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Metrics of a step from the sums of all its micro-batches and ranks, on the host; under verl's names."""
+    """Make the metrics of a step, under verl's names, from the sums of all its micro-batches and ranks."""
     mismatch = {name: value for name, value in sums.items() if name.startswith("mismatch/")}
     own = {name: float(value) for name, value in sums.items() if name not in mismatch}
     tokens, denominator = max(float(mismatch["mismatch/tokens"]), 1.0), max(own.pop("denominator"), 1.0)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.foreign import ONLY_BUILT, Topology, is_foreign, read_args, topology_problems, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
+from megatron_rl.config.model_directory import FILE_NAME
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.config.saved import FILE_NAME
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, model_directory
 from megatron_rl.user_files import read_json

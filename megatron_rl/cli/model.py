@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from megatron_rl.cli.options import read_ranks
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
+from megatron_rl.config.model_directory import saved_model
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.families import read_model
 from megatron_rl.main import CONFIGURATION_ERROR, RUN_ERROR, refuse
@@ -147,7 +147,7 @@ def _of_run(path: Path) -> tuple[list[str], int | None]:
             "of a run of ours; give a model, a run directory or a checkpoint in it"
         ])
     if run is None:
-        return flags, saved[2].get("max_position_embeddings")
+        return flags, saved.flags.get("max_position_embeddings")
     settings = run.read_settings()
     for flag in all_flags():
         if flag.name in _TAKEN_FROM_A_RUN and settings.get(flag.name) not in (None, flag.default):

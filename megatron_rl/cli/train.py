@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_rl.cli import COMMANDS
 from megatron_rl.cli.options import Ranks, read_ranks
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.reference import help_text
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.main import every_problem, refuse

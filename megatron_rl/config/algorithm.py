@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rl.config.flags import Finding, flag
+from megatron_rl.config.flags import Finding, flag, without_effect
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def _stated(kind: Registry, name: str, constant: str) -> Any:
-    """None also where the extension cannot be read: `preflight` imports it and says why."""
+    """Read a constant of an extension; None also where it cannot be read, as `preflight` imports it and says why."""
     with contextlib.suppress(ConfigError):
         return kind.stated(name, constant)
     return None
 
 
 def _of_loss(constant: str) -> Callable[[RLConfig, int], Any]:
-    """Clip ranges of one loss mean nothing in another: those of a sequence's ratio are a thousandth of a token's."""
+    """Take a default from the policy loss: clip ranges of one mean nothing in another."""
     return lambda config, _: _stated(LOSSES, config.algorithm.rl_policy_loss, constant)
 
 
@@ -34,7 +34,7 @@ def _aggregation(config: RLConfig, _: int) -> str:
 
 
 def _correction(config: RLConfig, _: int) -> str:
-    """Quantised rollouts, and those by older weights, are of another policy than the trainer's: corrected."""
+    """Correct quantised rollouts and those by older weights: they are of another policy than the trainer's."""
     algorithm = config.algorithm
     if algorithm.rl_inference_logprobs_is_correction or algorithm.has_stale_samples:
         return "token_tis"
@@ -42,16 +42,16 @@ def _correction(config: RLConfig, _: int) -> str:
     return "token_tis" if rounded else "none"
 
 
-def _at_once(config: RLConfig, _: int) -> int | None:
+def _prompts_in_flight(config: RLConfig, _: int) -> int | None:
     prompts = config.algorithm.grpo_prompts_per_step
     return 2 * prompts if prompts and config.algorithm.rl_partial_rollouts else prompts
 
 
-def _lag(config: RLConfig, _: int) -> float | None:
+def _largest_staleness(config: RLConfig, _: int) -> float | None:
     return 3.0 if config.algorithm.rl_partial_rollouts else 1.0 if config.algorithm.has_stale_samples else None
 
 
-_NEVER_CUT = 1e9
+_NO_CAP = 1e9
 """Above exp of the largest log-ratio, `algorithms.batch.LOG_RATIO_LIMIT`."""
 
 
@@ -84,41 +84,41 @@ class AlgorithmConfig:
     grpo_entropy_term_weight: float = flag(0.0, ge=-100, le=100)
     """Weight of the entropy bonus."""
     rl_advantage: str = flag("grpo", names_of=ADVANTAGES)
-    """Advantage of a sample, against the others of its group or of the step, or of a token against a critic."""
+    """How advantages are estimated: against the group, the whole step, or a critic."""
     rl_advantage_args: tuple[str, ...] = flag(())
     """Options of the advantage, name=value."""
     rl_gamma: float | None = flag(None, ge=0, le=1)
-    """Discount of a reward for each token before it, for gae (by default 1)."""
+    """GAE gamma: discount of a reward for each token before it (default 1)."""
     rl_gae_lambda: float | None = flag(None, ge=0, le=1)
-    """gae's mix of what a critic expects (0) and of the rewards that came (1, the default)."""
+    """GAE lambda: 0 uses only the critic's values, 1 only observed rewards (default 1)."""
     rl_policy_loss: str = flag("clip", names_of=LOSSES)
-    """Policy loss of a token."""
+    """Policy loss."""
     rl_policy_loss_args: tuple[str, ...] = flag(())
     """Options of the policy loss, name=value."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
     """Estimator of the KL to the reference."""
     rl_correction: str | None = flag(None, names_of=CORRECTIONS, derived=_correction)
-    """Correction of the gap between engine and trainer log-probs: names joined by +.
+    """Correction of the mismatch between rollout and trainer log-probs: names joined by +.
 
     Without it token_tis where rollouts are quantised, partial or kept (--rl-surplus keep), else none.
     """
     rl_correction_args: tuple[str, ...] = flag(())
     """Options of the corrections, name=value."""
     rl_inference_logprobs_is_correction: bool = flag(False)
-    """Megatron's spelling of --rl-correction token_tis; without a coefficient nothing is cut off."""
+    """Megatron's spelling of --rl-correction token_tis; without a coefficient no weight is capped."""
     rl_correction_cap: float | None = flag(
         None, gt=0, aliases=("--rl-importance-sampling-truncation-coef",),
-        derived=lambda config, _: _NEVER_CUT if config.algorithm.rl_inference_logprobs_is_correction else None,
+        derived=lambda config, _: _NO_CAP if config.algorithm.rl_inference_logprobs_is_correction else None,
     )
     """Largest weight that token_tis and sequence_tis give (by default 2)."""
     rl_correction_lower: float | None = flag(None, ge=0, lt=1)
-    """Smallest ratio trainer / engine accepted by masked_is (by default 0.5) and geometric (0.99)."""
+    """Smallest ratio trainer / rollout that masked_is (default 0.5) and geometric (0.99) accept."""
     rl_correction_upper: float | None = flag(None, gt=1)
-    """Largest ratio trainer / engine accepted by masked_is (by default 2) and geometric (1.01)."""
+    """Largest ratio trainer / rollout that masked_is (default 2) and geometric (1.01) accept."""
     rl_correction_veto: float | None = flag(None, ge=1e-8, lt=1)
-    """veto rejects a sequence with one smaller ratio trainer / engine (by default 1e-4)."""
+    """veto rejects a sequence in which one token's ratio trainer / rollout is smaller (default 1e-4)."""
     rl_dual_clip: float | None = flag(None, gt=1)
-    """Bound of the loss at negative advantages, in advantages; without it none."""
+    """Dual clip (Ye et al., 2020): caps the loss of negative advantages at this multiple, e.g. 3. Off by default."""
     rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None, derived=_aggregation)
     """Denominator of the loss over the global batch.
 
@@ -127,82 +127,61 @@ class AlgorithmConfig:
     calculate_per_token_loss: bool = flag(False)
     """Megatron's spelling of --rl-loss-aggregation token-mean."""
     rl_keep_zero_variance_groups: bool = flag(False)
-    """Keep groups without a signal instead of dropping them.
-
-    Those are groups of equal rewards; where the advantage compares with the step, all groups where all are equal.
-    """
+    """Keep groups of equal rewards instead of dropping them. Where the advantage compares with the whole step, groups
+    are dropped only if all rewards of the step are equal."""
     rl_truncated: Literal["keep", "mask"] = flag("keep")
-    """Answers that were cut at their length limit: mask leaves them out of the loss, though not out of the baseline.
-
-    DAPO's overlong filtering.
-    """
+    """Answers cut at the length limit: mask leaves them out of the loss, not of the baseline (DAPO's overlong
+    filtering)."""
     rl_dynamic_sampling: bool = flag(False)
-    """Draw prompts until --grpo-prompts-per-step groups count (DAPO); without it the draw is fixed."""
+    """Draw prompts until --grpo-prompts-per-step groups pass the filter (DAPO)."""
     rl_group_filter: str = flag("signal", names_of=FILTERS)
     """Which groups count for dynamic sampling."""
     rl_group_filter_args: tuple[str, ...] = flag(())
     """Options of the filter, name=value."""
-    rl_oversampling: int | None = flag(None, ge=1, le=1_000_000, derived=_at_once)
-    """Prompts in flight at once with --rl-dynamic-sampling or --rl-partial-rollouts.
-
-    Without it --grpo-prompts-per-step, with --rl-partial-rollouts twice that.
-    """
+    rl_oversampling: int | None = flag(None, ge=1, le=1_000_000, derived=_prompts_in_flight)
+    """Prompts in flight at once with --rl-dynamic-sampling (default --grpo-prompts-per-step) or --rl-partial-rollouts
+    (default twice that)."""
     rl_max_refills: int = flag(10, ge=0, le=10_000)
-    """Most further draws of a step of --rl-dynamic-sampling; after them it takes the groups that there are."""
+    """Most times that a step of --rl-dynamic-sampling draws again; then it trains on the groups that there are."""
     rl_surplus: Literal["drop", "keep"] = flag("drop")
-    """Groups of --rl-dynamic-sampling that counted and were too many: keep uses them in later steps.
-
-    Their prompts come again either way; with drop, and once they are older than --rl-generation-lag, they are answered
-    by the newer weights.
-    """
+    """What to do with extra groups that dynamic sampling produced: drop them, or keep them for later steps, until they
+    are older than --rl-generation-lag. Prompts of dropped groups are sampled again."""
     rl_partial_rollouts: bool = flag(False)
-    """A step begins when --grpo-prompts-per-step groups are generated; the others go on with the newer weights."""
-    rl_generation_lag: float | None = flag(None, ge=-1, le=1000, derived=_lag)
-    """Steps by which a token may be behind the weights that are trained; a part of a step counts as none.
-
-    If nothing is said 3 with --rl-partial-rollouts, 1 with --rl-surplus keep, and 0 without either.
-    """
+    """Train as soon as --grpo-prompts-per-step groups are finished; the others continue with the newer weights."""
+    rl_generation_lag: float | None = flag(None, ge=-1, le=1000, derived=_largest_staleness)
+    """Largest staleness of a sample in steps (default 3 with --rl-partial-rollouts, 1 with --rl-surplus keep, else 0);
+    rounded down."""
     rl_stale_samples: Literal["finish", "drop"] = flag("finish")
-    """Groups of --rl-partial-rollouts that would be older than --rl-generation-lag: finish generates them in time.
-
-    drop gives them up, which prefers short answers.
-    """
+    """Partial groups that reach --rl-generation-lag: finish them first, or drop them, which prefers short answers."""
 
     @property
     def has_stale_samples(self) -> bool:
-        """A step may train on tokens that the weights of an earlier one drew."""
+        """Whether a step may train on tokens that older weights drew."""
         return self.rl_partial_rollouts or self.rl_surplus == "keep"
 
 
-_OF_DYNAMIC_SAMPLING = (
-    "rl_group_filter", "rl_group_filter_args", "rl_oversampling", "rl_max_refills", "rl_surplus",
-)  # fmt: skip
-
-
 def dynamic_sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Settings that it would never succeed with, or that nobody reads without it."""
+    """Settings with which no group would ever count, or that nobody reads without dynamic sampling."""
     algorithm = config.algorithm
     if not algorithm.rl_dynamic_sampling:
-        for name in (name for name in _OF_DYNAMIC_SAMPLING if name in config.typed):
-            if name != "rl_oversampling" or not algorithm.rl_partial_rollouts:
-                yield name, "has no effect without --rl-dynamic-sampling; add it, or leave this out"
+        names = {"rl_group_filter", "rl_group_filter_args", "rl_max_refills", "rl_surplus"}
+        names |= set() if algorithm.rl_partial_rollouts else {"rl_oversampling"}
+        yield from without_effect(config, names, "--rl-dynamic-sampling; add it, or leave this out")
         return
     if algorithm.grpo_group_size == 1 and ":" not in algorithm.rl_group_filter:
         yield "grpo_group_size", (
-            "with --rl-dynamic-sampling: the reward of one completion differs from no other, so no group would ever "
-            "count; use 2 or more"
+            "with --rl-dynamic-sampling: the reward of one completion differs from no other; use 2 or more"
         )
     if algorithm.rl_keep_zero_variance_groups:
-        yield "rl_keep_zero_variance_groups", (
-            "with --rl-dynamic-sampling, which replaces groups without a signal by others; leave one of them out"
-        )
+        text = "with --rl-dynamic-sampling, which replaces groups of equal rewards by others; leave one of them out"
+        yield "rl_keep_zero_variance_groups", text
     wanted, started = algorithm.grpo_prompts_per_step, algorithm.rl_oversampling
     if wanted and started and started < wanted:
         yield "rl_oversampling", f"is less than --grpo-prompts-per-step {wanted}; use {wanted} or more"
 
 
 def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Samples that nobody puts aside, or that none could go on from."""
+    """Partial rollouts that would never happen, or that could not be continued."""
     algorithm, flag_name = config.algorithm, "--rl-partial-rollouts"
     lag = algorithm.rl_generation_lag
     if algorithm.has_stale_samples and int(lag) < 1:
@@ -211,8 +190,7 @@ def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if not algorithm.rl_partial_rollouts:
         if (lag or 0) > 0 and not algorithm.has_stale_samples:
             yield "rl_generation_lag", f"has no effect without {flag_name} or --rl-surplus keep; add one, or use 0"
-        if "rl_stale_samples" in config.typed:
-            yield "rl_stale_samples", f"has no effect without {flag_name}; add it, or leave this out"
+        yield from without_effect(config, ["rl_stale_samples"], f"{flag_name}; add it, or leave this out")
         return
     for is_on, name, why in (
         (algorithm.rl_dynamic_sampling, "--rl-dynamic-sampling", "which waits for the first groups that count"),
@@ -225,10 +203,8 @@ def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             yield "rl_partial_rollouts", f"with {name}, {why}; leave one of them out"
     wanted, at_once = algorithm.grpo_prompts_per_step, algorithm.rl_oversampling
     if wanted and at_once <= wanted:
-        yield "rl_oversampling", (
-            f"with {flag_name} is not more than --grpo-prompts-per-step {wanted}, so no group would be put aside; use "
-            f"{wanted + 1} or more"
-        )
+        text = f"with {flag_name} is not more than --grpo-prompts-per-step {wanted}; use {wanted + 1} or more"
+        yield "rl_oversampling", text
     elif wanted and lag >= 1 and algorithm.rl_stale_samples == "finish" and at_once > wanted * (int(lag) + 1):
         yield "rl_oversampling", (
             f"is more than {int(lag) + 1} steps of {wanted} groups can finish in time (--rl-generation-lag {lag:g}); "
@@ -237,12 +213,12 @@ def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def baseline_of(config: RLConfig) -> str:
-    """What the advantage, read from its file, compares with: ``group``, ``batch`` or ``critic``."""
+    """Return what the advantage compares with, read from its file: ``group``, ``batch`` or ``critic``."""
     return _stated(ADVANTAGES, config.algorithm.rl_advantage, "BASELINE") or "group"
 
 
 def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What the advantage and the loss, read from their files, do not take; `preflight` asks them for more."""
+    """Settings that the advantage and the loss, read from their files, do not take."""
     algorithm = config.algorithm
     reads_rewards = not (config.wants_teacher and config.teacher.rl_reward_weight == 0)
     compares_groups = baseline_of(config) == "group" and reads_rewards
@@ -252,10 +228,8 @@ def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             "use 2 or more, or --rl-advantage gae, batch_norm or reinforce_plus_plus"
         )
     if algorithm.rl_inference_logprobs_is_correction and algorithm.rl_correction != "token_tis":
-        yield "rl_inference_logprobs_is_correction", (
-            f"means token_tis, but --rl-correction is {algorithm.rl_correction}; keep one of them"
-        )
+        text = f"means token_tis, but --rl-correction is {algorithm.rl_correction}; keep one of them"
+        yield "rl_inference_logprobs_is_correction", text
     if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
-        yield "calculate_per_token_loss", (
-            f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them"
-        )
+        text = f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them"
+        yield "calculate_per_token_loss", text

@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
 import yaml
 
 from megatron_rl.config.flags import Flag
-from megatron_rl.config.hints import foreign_hint
-from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.config.saved import saved_model
-from megatron_rl.errors import MAX_VALUE, Problem, collecting, cut, one_line, shorten
-from megatron_rl.families import read_model
+from megatron_rl.config.model_directory import read_model_directory
+from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
+from megatron_rl.config.rules import validate
+from megatron_rl.errors import MAX_VALUE, Problem, cut, one_line, shorten
 from megatron_rl.user_files import read_text
 
 _LONGEST_FLAG = 100
 """No flag is that long, and looking for the nearest takes the square of the length."""
 _LONGEST_FILE = 2**18
-FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
-"""Flags without a default that a directory may replace."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,20 @@ class Reading:
         self.problems.append(Problem(flag, text, is_unknown))
 
 
+def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[Problem]]:
+    """Parse, resolve and validate: the configuration and every problem of all three, to which a caller adds its own.
+
+    With problems the configuration holds what could be read and is good for looking up paths and names.
+    ``--help`` and ``--help-all`` write the help and exit.
+    """
+    reading = read_flags(argv)
+    config = resolve(reading.config, world_size)
+    if reading.file_is_lost:  # what it would have set is not missing
+        return config, reading.problems
+    broken = validate(config, world_size)  # without what only repeats that a value could not be read
+    return config, [*reading.problems, *(problem for problem in broken if problem.flag not in reading.failed)]
+
+
 def read_flags(argv: Sequence[str]) -> Reading:
     """What ``argv`` (without the program's name), its --config files and the directory of its model say."""
     for token, common_only in (("--help", True), ("-h", True), ("--help-all", False)):
@@ -86,9 +97,7 @@ def read_flags(argv: Sequence[str]) -> Reading:
         _apply(setting, reading)
     reading.repeated = tuple(_repeated(typed))
     reading.file_is_lost |= "--config" in reading.failed
-    _read_directory(reading)
-    if reading.values.get("eval_only") and "seed" not in reading.values:
-        reading.derived |= _seed_of_run(reading)
+    read_model_directory(reading)
     return reading
 
 
@@ -190,10 +199,27 @@ def _hint(setting: Setting) -> str:
 
 def _translation(spelling: str, value: str, dashes: str = "--") -> str | None:
     """What to do about a setting of TRL or verl; None if it is none that is known."""
-    hint = foreign_hint(spelling[:_LONGEST_FLAG], value[:_LONGEST_FLAG])
+    name = spelling.lower().replace("-", "_").removeprefix("actor_rollout_ref.")
+    hint = foreign_flags().get(f"{name}={value.lower()}", foreign_flags().get(name))
     if hint:
         return f"use {hint if dashes else hint.removeprefix('--')}"
     return None if hint is None else "docs/coming_from.md says why there is none"
+
+
+@functools.cache
+def foreign_flags() -> dict[str, str]:
+    """What settings of TRL and verl are called here, empty where there is no such thing: the tables of coming_from.md.
+
+    A row of the file is ``theirs | ours``, – where there is none. ``name=value`` is of that value alone; the first row
+    of a name holds.
+    """
+    found: dict[str, str] = {}
+    for line in files(__package__).joinpath("foreign_flags.txt").read_text(encoding="utf-8").splitlines():
+        left, right = line.split(" | ")
+        names, ours = re.split(", | [×+/] ", left.lower()), right.replace("–", "").split(", ")
+        for name, use in zip(names, ours if len(ours) == len(names) else ours * len(names), strict=True):
+            found.setdefault(name, use)
+    return dict.fromkeys((name.partition("=")[0] for name in found), "") | found
 
 
 def value_of(flag: Flag, switches_on: bool, texts: Sequence[str], from_file: bool = False) -> Any:
@@ -218,90 +244,3 @@ def value_of(flag: Flag, switches_on: bool, texts: Sequence[str], from_file: boo
 def _spellings() -> dict[str, tuple[Flag, bool]]:
     """Every accepted spelling -> its flag, and whether it switches a boolean on."""
     return {text: (flag, on) for flag in all_flags() for text, on in flag.spellings.items()}
-
-
-def _read_directory(reading: Reading) -> None:
-    """What a model's directory says that the flags name and the user did not; and what contradicts it."""
-    names = {"--load-hf": "load_hf", "--hf-config": "hf_config"}
-    given = {flag: reading.values[name] for flag, name in names.items() if reading.values.get(name)}
-    problems: list[Problem] = []
-    if len(set(map(os.path.realpath, given.values()))) > 1:
-        both = " and ".join(f"{flag} {directory}" for flag, directory in given.items())
-        problems.append(Problem("--hf-config", f"{both} both say what the model is; keep one of them"))
-    elif given:
-        flag, directory = next(iter(given.items()))
-        with collecting(problems, flag):
-            model = read_model(directory)
-            settings = model.architecture.settings()
-            problems += _contradictions(reading.values, settings, f"{directory}/config.json")
-            settings["group_query_attention"] = True  # megatron ignores the number of groups without it
-            if (model.directory / "tokenizer_config.json").is_file():
-                settings["tokenizer_model"] = str(model.directory)
-            reading.derived = {name: value for name, value in settings.items() if name not in reading.values}
-    else:
-        problems += _read_checkpoint(reading)
-    if (problems and not reading.derived) or reading.failed & set(names):
-        reading.failed |= FILLED_IN  # to call them missing too would repeat the problem
-    reading.problems += problems
-
-
-def _read_checkpoint(reading: Reading) -> list[Problem]:
-    """The same of --load or --pretrained-checkpoint, where they are ours.
-
-    Flags that shape the weights are compared once the checkpoint is looked at, see `architecture_problems`.
-    """
-    given = _checkpoints(reading)
-    saved = next(filter(None, map(saved_model, given.values())), None)
-    if saved is None:
-        return _unsaid(reading, given)
-    file, shape, others, _ = saved
-    settings = shape | others | {"group_query_attention": True}  # megatron ignores the groups without it
-    reading.derived = {name: value for name, value in settings.items() if name not in reading.values}
-    problems = [*_contradictions(reading.values, others, str(file))]
-    tokenizer = reading.derived.get("tokenizer_model", "")
-    if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
-        del reading.derived["tokenizer_model"]
-        reading.failed.add("--tokenizer-model")
-        text = f"{file} was saved with the tokenizer {tokenizer}, which is gone; name one with --tokenizer-model DIR"
-        problems.append(Problem("--tokenizer-model", text))
-    return problems
-
-
-def _checkpoints(reading: Reading) -> dict[str, str]:
-    return {name: reading.values[name] for name in ("load", "pretrained_checkpoint") if reading.values.get(name)}
-
-
-def _seed_of_run(reading: Reading) -> dict[str, int]:
-    """That of the run that saved the weights: with another one they would give other answers to held-out tasks."""
-    saved = filter(None, map(saved_model, _checkpoints(reading).values()))
-    return next(({"seed": seed} for *_, seed in saved), {})
-
-
-def _unsaid(reading: Reading, given: Mapping[str, str]) -> list[Problem]:
-    """One line in place of one for each flag that the checkpoint does not make up for."""
-    missing = [name for name in sorted(FILLED_IN) if name.removeprefix("--").replace("-", "_") not in reading.values]
-    if not given or not missing:
-        return []
-    name, path = next(iter(given.items()))
-    flag = f"--{name.replace('_', '-')}"
-    reading.failed |= FILLED_IN
-    text = (
-        f"{flag} {path} does not say what its model is, as Megatron-LM's checkpoints and those of earlier versions do "
-        f"not; add --hf-config DIR with the model's config.json, or {', '.join(missing)} and what else it was made with"
-    )
-    return [Problem(flag, text)]
-
-
-def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[Problem]:
-    for flag in all_flags():
-        # How fresh weights are drawn is up to the run; a tokenizer may lie elsewhere, and is compared by its size.
-        if flag.name not in typed or flag.name not in settings or flag.name in ("init_method_std", "tokenizer_model"):
-            continue
-        wanted, found = typed[flag.name], settings[flag.name]
-        fits = wanted <= found if flag.name == "max_position_embeddings" else wanted == found
-        if not fits:
-            yield Problem(
-                flag.spelling,
-                f"{flag.typed(wanted)} contradicts {source}, which means {flag.typed(found)}; leave the flag "
-                "out, or take another model",
-            )

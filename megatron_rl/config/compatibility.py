@@ -26,12 +26,8 @@ class CompatibilityConfig:
     """Megatron's flags that are accepted and have no effect, and why."""
 
     use_mcore_models: bool = flag(False, note="models are always built from megatron-core")
-    use_rotary_position_embeddings: bool = flag(
-        False, note="rotary positions are the default; --position-embedding-type is the flag that decides"
-    )
-    use_flash_attn: bool = flag(
-        False, note="the attention kernel is chosen with --attention-backend, which takes torch's flash where it runs"
-    )
+    use_rotary_position_embeddings: bool = flag(False, note="see --position-embedding-type, whose default is rotary")
+    use_flash_attn: bool = flag(False, note="see --attention-backend, which takes torch's flash where it runs")
     attention_softmax_in_fp32: bool = flag(False, note="every attention kernel here adds up its softmax in fp32")
     masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion", note=_NOT_FUSED)
     bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion", note=_NOT_FUSED)
@@ -39,50 +35,34 @@ class CompatibilityConfig:
     bias_dropout_fusion: bool = flag(True, off="--no-bias-dropout-fusion", note=_NOT_FUSED)
     apply_rope_fusion: bool = flag(True, off="--no-rope-fusion", note=_NOT_FUSED)
     gradient_accumulation_fusion: bool = flag(True, off="--no-gradient-accumulation-fusion", note=_NOT_FUSED)
-    te_rng_tracker: bool = flag(
-        False, note="only CUDA graphs of Transformer Engine's layers need it, and there are none in this version"
-    )
-    initialize_socket_comms: bool = flag(
-        False, note="rollouts and training share one process, so there are no inference sockets to open early"
-    )
-    data_parallel_random_init: bool = flag(
-        False, note="data-parallel replicas must start equal, so every replica draws the same weights"
-    )
-    tokenizer_hf_include_special_tokens: bool = flag(
-        False, note="the chat template says which special tokens a prompt starts with"
-    )
+    te_rng_tracker: bool = flag(False, note="only CUDA graphs of Transformer Engine's layers need it")
+    initialize_socket_comms: bool = flag(False, note="rollouts and training share one process")
+    data_parallel_random_init: bool = flag(False, note="every replica draws the same weights")
+    tokenizer_hf_include_special_tokens: bool = flag(False, note="the chat template decides")
     rl_skip_bos_token: bool = flag(False, note="the chat template says whether a prompt starts with a begin token")
     mock_data: bool = flag(False, note="tasks come from the environments, so there is no dataset to mock")
     num_workers: int = flag(2, note="prompts are read in the training process, graders have their own")
     split: str | None = flag(None, note="each environment says which of its tasks are for training")
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
-        None, note="prompts are drawn without replacement and reshuffled every epoch"
+        None, note="prompts are reshuffled every epoch"
     )
     data_cache_path: str | None = flag(None, note="there is no dataset index to cache")
     create_attention_mask_in_dataloader: bool = flag(
-        True, off="--no-create-attention-mask-in-dataloader", note="packed sequences need no mask tensor"
+        True, off="--no-create-attention-mask-in-dataloader", note="packed sequences need none"
     )
-    rl_use_sequence_packing: bool = flag(
-        False, note="sequences are always packed, into bins of --rl-sequence-packing-bin-size"
-    )
+    rl_use_sequence_packing: bool = flag(False, note="sequences are always packed")
     rl_sequence_packing_algo: Literal["fifo", "round-robin"] = flag(
-        "fifo", note="bins are filled best-fit and balanced over data-parallel ranks"
+        "fifo", note="bins are filled best-fit and balanced over ranks"
     )
-    eval_iters: int | None = flag(
-        None, note="--rl-prompts-per-eval and --rl-samples-per-eval-prompt set the size of an evaluation"
-    )
+    eval_iters: int | None = flag(None, note="see --rl-prompts-per-eval and --rl-samples-per-eval-prompt")
     exit_signal_handler: bool = flag(False, note="SIGTERM always saves and stops; see --exit-grace-seconds")
     save_retain_interval: int | None = flag(None, note="--keep-last says how many checkpoints are kept")
-    grpo_filter_groups_with_same_reward: bool = flag(
-        False, note="groups without a signal are dropped, unless --rl-keep-zero-variance-groups is given"
-    )
+    grpo_filter_groups_with_same_reward: bool = flag(False, note="see --rl-keep-zero-variance-groups")
     inference_dynamic_batching: bool = flag(False, note="the rollout engine always batches dynamically")
     inference_dynamic_batching_buffer_guaranteed_fraction: float = flag(
-        0.2, note="a completion is admitted only when its KV blocks are there, so none is reserved"
+        0.2, note="a completion waits until its KV blocks are free"
     )
-    inference_dynamic_batching_unified_memory_level: int = flag(
-        0, note="the KV cache stays in device memory; --inference-dynamic-batching-buffer-size-gb bounds it"
-    )
+    inference_dynamic_batching_unified_memory_level: int = flag(0, note="the KV cache is in device memory")
     rl_max_inflight_requests: int | None = flag(None, note=_AT_ONCE)
     rl_parallel_generation_tasks: int = flag(512, note=_AT_ONCE)
     rl_submission_granularity: Literal["R", "G", "B"] = flag("B", note=_TOGETHER)
@@ -90,13 +70,11 @@ class CompatibilityConfig:
     rl_durable_rollout_bank: bool = flag(False, note=_JOURNAL)
     rl_rollout_bank_dir: str | None = flag(None, note=_JOURNAL)
     rl_rollout_bank_max_bytes: int = flag(0, note=_JOURNAL)
-    rl_sequence_packing_max_sequences_per_bin: int = flag(
-        50, note="--rl-sequence-packing-bin-size bounds a bin, by its tokens"
-    )
+    rl_sequence_packing_max_sequences_per_bin: int = flag(50, note="--rl-sequence-packing-bin-size bounds a bin")
     rl_persist_cuda_graphs: bool = flag(False, note="the graphs of --enable-cuda-graph are kept over steps")
     rl_training_cuda_graphs: bool = flag(False, note="training has no CUDA graphs in this version")
     rl_kv_cache_management_mode: Literal["persist", "offload", "recompute"] = flag(
-        "persist", note="the KV cache gives its memory up in training where training needs it"
+        "persist", note="training takes the cache's memory where it needs it"
     )
     rl_inference_tensor_model_parallel_size: int | None = flag(None, ge=1)
     """Rollouts run in place: only the size of the training's layout is built."""
@@ -122,9 +100,7 @@ class CompatibilityConfig:
     log_progress: bool = flag(False, note="metrics.jsonl records time, tokens and FLOPs of every step")
     log_memory_to_tensorboard: bool = flag(False, note="memory figures are always among the metrics")
     tensorboard_log_interval: int = flag(1, note="TensorBoard gets every step that --log-interval logs")
-    timing_log_option: Literal["max", "minmax", "all"] = flag(
-        "minmax", note="timers report the minimum and maximum over ranks"
-    )
+    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", note="timers report minimum and maximum")
     straggler_minmax_count: int = flag(1, note="--log-straggler reports the slowest and the fastest rank")
     disable_straggler_on_startup: bool = flag(False, note="--log-straggler is on from the first step")
 

@@ -18,12 +18,15 @@ import math
 import shlex
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_rl.errors import Problem, shorten
 from megatron_rl.registry import Registry
 from megatron_rl.user_files import path_refusal
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
 
 Finding = tuple[str, str] | Problem
 """A broken rule: the field whose value is wrong and what is, or the whole problem where it is no single value."""
@@ -35,12 +38,11 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag: name, type, default and help are the field's; the rest stands in its ``flag(...)``."""
+    """One flag: name, type, default and help are the field's, the rest is declared in its ``flag(...)``."""
 
     name: str
     kind: type
-    """``int``, ``float``, ``str`` or ``bool``; of the items where ``many``."""
-    optional: bool
+    """``int``, ``float``, ``str`` or ``bool``; with ``many`` that of the items."""
     many: bool
     choices: tuple[Any, ...]
     default: Any
@@ -50,37 +52,37 @@ class Flag:
     le: float | None = None
     lt: float | None = None
     off: str | None = None
-    """The flag that switches a field off which is on by default: ``--disable-bias-linear``."""
+    """What switches off a field that is on by default: ``--disable-bias-linear``."""
     aliases: tuple[str, ...] = ()
-    """Further spellings with the same meaning as the field's name."""
+    """Further spellings."""
     off_aliases: tuple[str, ...] = ()
     path: bool = False
-    """A file or directory: its name must be one that a file system takes."""
+    """It names a file or directory."""
     common: bool = False
     """Shown by ``--help`` and not only by ``--help-all``."""
     names_of: Registry | None = None
-    """The extensions that it names; help lists them."""
+    """The extensions that it names."""
     derived: Callable[..., Any] | None = None
     """Default that follows from other flags: ``derived(config, world_size)``, None where they are absent."""
     source: str | None = None
-    """What it derives from, in messages about a value that the user did not give."""
+    """What it derives from, for messages."""
     needed: tuple[str, str] | None = None
     """Why a run cannot do without it, and an example."""
     only: str | None = None
     """Why no other value than the default is built."""
     note: str | None = None
-    """Why the flag is accepted but has no effect; printed when it is used, so that it is never silent."""
+    """Why the flag is accepted but has no effect; printed when it is used."""
 
     @property
     def spelling(self) -> str:
-        """How help and messages write it, dashes included."""
+        """As help and messages write it, with dashes."""
         return self.off or f"--{self.name.replace('_', '-')}"
 
     @property
     def spellings(self) -> dict[str, bool]:
         """Every accepted spelling, without dashes; False where it switches a boolean off.
 
-        Each boolean has both ways, so that the command line can undo what a YAML file switched on.
+        Each boolean has both, so that the command line can undo what a YAML file switched on.
         """
         on = self.name.replace("_", "-")
         spellings = {on: True} | {alias.removeprefix("--"): True for alias in self.aliases}
@@ -90,7 +92,7 @@ class Flag:
         return spellings
 
     def typed(self, value: Any) -> str:
-        """As one types it: ``--lr 1e-06``, ``--no-bf16``; ``no --lr`` of None."""
+        """Write a value as one types it: ``--lr 1e-06``, ``--no-bf16``; ``no --lr`` for None."""
         if value is None:
             return f"no --{self.name.replace('_', '-')}"
         if self.kind is bool:
@@ -99,7 +101,7 @@ class Flag:
         return shlex.join([f"--{self.name.replace('_', '-')}", *map(str, values)])
 
     def convert(self, text: str) -> Any:
-        """One value from its text; ``ValueError`` says what was expected instead."""
+        """Read one value; ``ValueError`` says what was expected instead."""
         try:
             value = _BOOLEANS[text.lower()] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):
@@ -112,7 +114,7 @@ class Flag:
         return value
 
     def refusal(self, value: Any) -> str | None:
-        """Why ``value`` is not allowed: not a choice, out of bounds, or no path. None if it is."""
+        """Say why ``value`` is not a choice, out of bounds or no path; None if it is allowed."""
         if self.choices and value not in self.choices:
             return f"is not {listed(self.choices)}, got {shorten(value)}"
         if self.path:
@@ -130,19 +132,19 @@ class Flag:
 
 
 def flag(default: Any, **declared: Any) -> Any:
-    """A dataclass field with what ``Flag`` declares beyond name, type, default and help."""
+    """Make a dataclass field with what ``Flag`` declares beyond name, type, default and help."""
     return dataclasses.field(default=default, metadata=declared)
 
 
 @functools.cache
 def flags_of(cls: type) -> tuple[Flag, ...]:
-    """The flags of one section class, in the order they are written."""
+    """Return the flags of a section class, in the order they are written."""
     hints, docs = get_type_hints(cls), attribute_docs(cls)
     return tuple(_flag_of(field, hints[field.name], docs.get(field.name, "")) for field in dataclasses.fields(cls))
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The string literal that follows each attribute in the class's source, on one line."""
+    """Read the string literal after each attribute in the class's source, on one line."""
     definition = next(n for n in _source(cls.__module__).body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
     return {
         attribute.target.id: " ".join(text.value.value.split())
@@ -157,8 +159,8 @@ def _source(module: str) -> ast.Module:
 
 
 def _flag_of(field: dataclasses.Field, hint: Any, help_text: str) -> Flag:
-    optional = get_origin(hint) in (Union, types.UnionType)
-    kind = next(member for member in get_args(hint) if member is not types.NoneType) if optional else hint
+    is_optional = get_origin(hint) in (Union, types.UnionType)
+    kind = next(member for member in get_args(hint) if member is not types.NoneType) if is_optional else hint
     many = get_origin(kind) is tuple
     if many:
         kind = get_args(kind)[0]
@@ -166,13 +168,17 @@ def _flag_of(field: dataclasses.Field, hint: Any, help_text: str) -> Flag:
     return Flag(
         name=field.name,
         kind=type(choices[0]) if choices else kind,
-        optional=optional,
         many=many,
         choices=choices,
         default=field.default,
         help=help_text,
         **field.metadata,
     )
+
+
+def without_effect(config: RLConfig, names: Iterable[str], what: str) -> Iterator[Finding]:
+    """A finding for each flag of ``names`` that the user typed: nobody reads it without ``what``."""
+    return ((name, f"has no effect without {what}") for name in names if name in config.typed)
 
 
 def listed(choices: Sequence[Any]) -> str:

@@ -18,7 +18,7 @@ _SHAPE = "the model's shape has no default"
 
 
 def _ffn_hidden_size(config: RLConfig, _: int) -> int | None:
-    """Megatron's rule: a gated MLP has a third matrix, so 2/3 of the width has as many parameters."""
+    """Follow Megatron: a gated MLP has a third matrix, so 2/3 of the width has as many parameters."""
     hidden = config.model.hidden_size
     if hidden is None:
         return None
@@ -131,9 +131,7 @@ class TokenizerConfig:
 
     tokenizer_type: Literal["HuggingFaceTokenizer"] = flag("HuggingFaceTokenizer")
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(
-        None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B")
-    )
+    tokenizer_model: str | None = flag(None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B"))
     """Tokenizer: a directory, or a name on the Hugging Face hub."""
     chat_template: str | None = flag(None, path=True)
     """File with a Jinja chat template for prompts that are chats. Without it the tokenizer's own."""
@@ -151,37 +149,30 @@ class TokenizerConfig:
 
 
 def shape_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Heads, widths and positions, against each other and the tensor-parallel size."""
+    """Heads and widths that do not fit each other or the tensor-parallel size."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     not_divisible = f"is not divisible by tensor-parallel size {parts}: each rank holds"
     if heads is not None and heads % parts:
         yield "num_attention_heads", f"{not_divisible} whole heads; use --tensor-model-parallel-size {divisors(heads)}"
     if heads is not None and model.hidden_size and model.kv_channels is None:
-        yield "hidden_size", (
-            f"is not divisible by --num-attention-heads {heads}: heads share it evenly; use "
-            f"{nearest_multiples(model.hidden_size, heads)}, or give --kv-channels"
-        )
+        advice = f"use {nearest_multiples(model.hidden_size, heads)}, or give --kv-channels"
+        yield "hidden_size", f"is not divisible by --num-attention-heads {heads}: heads share it evenly; {advice}"
     if heads is not None and groups is not None:
         yield from _group_problems(config, heads, groups)
     if width is not None and width % parts:
         yield "ffn_hidden_size", f"{not_divisible} an equal share; use {nearest_multiples(width, parts)}"
     width, cut = model.moe_ffn_hidden_size, config.parallel.expert_tensor_parallel_size
     if width is not None and width % cut:
-        yield "moe_ffn_hidden_size", (
-            f"is not divisible by expert-tensor-parallel size {cut}: each rank holds an equal share; use "
-            f"{nearest_multiples(width, cut)}"
-        )
+        text = f"is not divisible by expert-tensor-parallel size {cut}: each rank holds an equal share"
+        yield "moe_ffn_hidden_size", f"{text}; use {nearest_multiples(width, cut)}"
     rotated = int((model.kv_channels or 2) * model.rotary_percent)
     if model.kv_channels is not None and (rotated < 2 or rotated % 2):  # rotary positions turn pairs of numbers
         share = f"at --rotary-percent {model.rotary_percent:g} " if model.rotary_percent < 1 else ""
-        yield "kv_channels", (
-            f"{share}gives {rotated} numbers of a head to rotate, which go in pairs; use an even number"
-        )
+        yield "kv_channels", f"{share}gives {rotated} numbers of a head to rotate, in pairs; use an even number"
     if model.hidden_dropout > 0 and config.training.perform_rl_step:
         yield "hidden_dropout", (
-            "with --perform-rl-step: the trainer's log-probs would differ from the rollout's, which has no dropout; "
-            "use --hidden-dropout 0"
+            "with --perform-rl-step: rollouts have no dropout, so log-probs would differ; use --hidden-dropout 0"
         )
 
 
@@ -189,14 +180,11 @@ def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Findi
     parts = config.parallel.tensor_model_parallel_size
     if groups != heads and not config.model.group_query_attention:
         yield "num_query_groups", (
-            f"without --group-query-attention: Megatron would ignore it and use {heads}; add --group-query-attention, "
-            "or leave it out"
+            f"without --group-query-attention: Megatron would use {heads}; add --group-query-attention, or leave it out"
         )
     if heads % groups:
-        yield "num_query_groups", (
-            f"does not divide --num-attention-heads {heads}: groups share the query heads evenly; use "
-            f"{divisors(heads)}"
-        )
+        text = f"does not divide --num-attention-heads {heads}: groups share the query heads evenly"
+        yield "num_query_groups", f"{text}; use {divisors(heads)}"
     if groups % parts and parts % groups:
         yield "num_query_groups", (
             f"does not fit tensor-parallel size {parts}: one must divide the other; use "
@@ -205,7 +193,7 @@ def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Findi
 
 
 def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What experts need, and what they cannot be combined with."""
+    """Settings that experts need, and that they cannot be combined with."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     if model.num_experts is None:
         for name in (
@@ -222,15 +210,13 @@ def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield from _grouped_problems(config)
     if model.num_experts * (model.num_layers or 0) > MOST_EXPERTS:
         yield "num_experts", (
-            f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have; "
-            "use fewer experts or layers"
+            f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have"
         )
     if model.add_bias_linear:
         yield "num_experts", "with biases of linear layers is not built: add --disable-bias-linear"
     if parts > 1 and not config.parallel.sequence_parallel:
         yield "num_experts", (
-            f"with --tensor-model-parallel-size {parts} needs --sequence-parallel in training: each rank would route "
-            "every token again; add it"
+            f"with --tensor-model-parallel-size {parts} needs --sequence-parallel in training; add it"
         )
     if "mlp" in (config.kernels.recompute_modules or ()):
         yield "recompute_modules", "with --num-experts: there is no dense MLP to recompute; use core_attn, or full"
@@ -242,8 +228,7 @@ def _router_problems(model: ModelConfig) -> Iterator[Finding]:
         yield "moe_router_topk", f"is more than --num-experts {most}; use at most {most}"
     if model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
         yield "moe_router_topk", (
-            "gives the one expert chosen the weight 1 whatever the router says, which would learn nothing; add "
-            "--moe-router-pre-softmax"
+            "gives the chosen expert the weight 1, so the router would learn nothing; add --moe-router-pre-softmax"
         )
     if weight and kind == "none":
         yield "moe_aux_loss_coeff", "has no loss to weigh; add --moe-router-load-balancing-type seq_aux_loss or such"

@@ -46,10 +46,8 @@ class ParallelConfig:
     expert_model_parallel_size: int = flag(1, ge=1)
     """Ranks that share the experts of each layer, equally many each, in training and in rollouts."""
     expert_tensor_parallel_size: int | None = flag(
-        None,
-        ge=1,
+        None, ge=1, source="--tensor-model-parallel-size",
         derived=lambda config, _: config.parallel.tensor_model_parallel_size,
-        source="--tensor-model-parallel-size",
     )
     """Ranks that cut each of their experts. Without it --tensor-model-parallel-size."""
     sequence_parallel: bool = flag(False)
@@ -101,7 +99,7 @@ class KernelConfig:
 
 
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
-    """Sizes that do not divide what they share, and overlap without what it overlaps."""
+    """Sizes that do not divide the world size, and overlap without what it overlaps."""
     parallel, size = config.parallel, config.model_parallel_size
     needed = math.lcm(size, config.expert_parallel_ranks)
     if world_size % size:
@@ -123,16 +121,14 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
 
 
 def context_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """An engine that would take its ranks for parts of a model. Attention backends say themselves that they cannot."""
+    """An engine that would take its ranks for parts of a model. Attention backends check themselves."""
     if config.parallel.context_parallel_size > 1 and config.rollout.rl_inference_engine == "mcore":
-        yield "context_parallel_size", (
-            "with --rl-inference-engine mcore: megatron-core's engine does not take these ranks for replicas; use "
-            "--rl-inference-engine rollout"
-        )
+        text = "with --rl-inference-engine mcore, which does not take these ranks for replicas; use"
+        yield "context_parallel_size", f"{text} --rl-inference-engine rollout"
 
 
 def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Layers that stages cannot share, and what stages are not built for."""
+    """Layers that stages cannot share, and an engine that is not built for stages."""
     parallel, layers, stages = config.parallel, config.model.num_layers, config.stages
     size, chunks = stages.count, stages.chunks
     uneven = [f"--decoder-{end}-pipeline-num-layers" for end in ("first", "last") if getattr(stages, end) is not None]
@@ -158,7 +154,7 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Experts that ranks cannot share, and what sharing them is not built for."""
+    """Experts that ranks cannot share, and an engine that is not built for it."""
     parallel, experts = config.parallel, config.model.num_experts
     size, cut, parts = (
         parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
@@ -172,8 +168,7 @@ def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "expert_model_parallel_size", f"does not divide --num-experts {experts}; use {divisors(experts)}"
     if parts % cut:
         yield "expert_tensor_parallel_size", (
-            f"does not divide --tensor-model-parallel-size {parts}: ranks that cut an expert are some of those that "
-            f"cut the other layers; use {divisors(parts)}"
+            f"does not divide --tensor-model-parallel-size {parts}, whose ranks cut the experts; use {divisors(parts)}"
         )
     elif size == 1 and cut != parts:
         yield "expert_tensor_parallel_size", (
@@ -186,10 +181,8 @@ def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"the other; use {divisors(parts // cut)}, or a multiple of {parts // cut}"
         )
     if size > 1 and config.rollout.rl_inference_engine == "mcore":
-        yield "expert_model_parallel_size", (
-            "with --rl-inference-engine mcore, whose ranks do not wait for one another; use --rl-inference-engine "
-            "rollout"
-        )
+        text = "with --rl-inference-engine mcore, whose ranks do not wait for one another"
+        yield "expert_model_parallel_size", f"{text}; use --rl-inference-engine rollout"
 
 
 def _cannot_share(layers: int, stages: Stages, uneven: Sequence[str]) -> str:
@@ -210,12 +203,10 @@ def _cannot_share(layers: int, stages: Stages, uneven: Sequence[str]) -> str:
 
 
 def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Attention kernels that are refused, and recomputation that does not say of what."""
+    """Attention kernels that are not built, and recomputation that does not say of what."""
     kernels, chunks, count = config.kernels, _layers_of_chunks(config), config.kernels.recompute_num_layers
     if kernels.attention_backend in ("fused", "unfused", "local"):
-        yield "attention_backend", (
-            "is refused: it has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash"
-        )
+        yield "attention_backend", "has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash"
     if kernels.recompute_granularity == "full":
         if kernels.recompute_activations:
             yield "recompute_activations", "means selective, but --recompute-granularity is full; keep one"
@@ -224,15 +215,10 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
                 "needs to know which layers: give --recompute-method uniform --recompute-num-layers 1"
             )
     elif kernels.recompute_method is not None or count is not None:
-        yield "recompute_method", (
-            "and --recompute-num-layers choose whole layers, which only --recompute-granularity full recomputes; add "
-            "it, or leave them out"
-        )
+        text = "and --recompute-num-layers choose layers, as only --recompute-granularity full does; add it"
+        yield "recompute_method", f"{text}, or leave them out"
     if kernels.recompute_modules is not None and kernels.recompute_granularity != "selective":
-        yield "recompute_modules", (
-            "chooses parts of a layer, which only --recompute-granularity selective recomputes; add it, or leave them "
-            "out"
-        )
+        yield "recompute_modules", "needs --recompute-granularity selective; add it, or leave this out"
     whose = "model's" if config.stages == ONE_STAGE else "smallest chunk's"
     if count is not None and chunks and count > min(chunks):
         yield "recompute_num_layers", f"is more than the {whose} {min(chunks)} layers; use at most {min(chunks)}"
@@ -245,6 +231,6 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def _layers_of_chunks(config: RLConfig) -> list[int]:
-    """Each stage, and each chunk of one, recomputes for itself; empty where they are not known."""
+    """Return the layers of each chunk, which recomputes for itself; empty where they are not known."""
     layers, stages = config.model.num_layers, config.stages
     return [size // stages.chunks for size in stages.sizes(layers)] if layers else []

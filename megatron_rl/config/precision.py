@@ -66,10 +66,8 @@ def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         return
     engine = config.kernels.transformer_impl == "transformer_engine"
     if not engine and (form == "hybrid" or recipe in ("tensorwise", "delayed", "mxfp8")):
-        yield "fp8_format" if form == "hybrid" else "fp8_recipe", (
-            "is refused: fp8 training on local layers is e4m3 with blockwise scales; use --fp8-format e4m3 "
-            "--fp8-recipe blockwise"
-        )
+        text = "is refused: fp8 training on local layers needs --fp8-format e4m3 --fp8-recipe blockwise"
+        yield "fp8_format" if form == "hybrid" else "fp8_recipe", text
     elif recipe is None:
         yield "fp8_format", "needs --fp8-recipe blockwise beside it; add it"
     elif form is None:
@@ -87,16 +85,16 @@ def _aligned_fp8(config: RLConfig) -> Iterator[Finding]:
         yield "fp8_format", "with --rl-train-forward plain: one asks for what the other forbids; leave one of them out"
     elif rollouts not in ("fp8_block", "fp8_block_pow2"):
         yield "fp8_format", (
-            f"with --rl-rollout-quantization {rollouts}: trainer and rollouts would round differently, which is worse "
-            "than no fp8 training; use --rl-rollout-quantization fp8_block_pow2"
+            f"with --rl-rollout-quantization {rollouts}: trainer and rollouts would round differently; use "
+            "--rl-rollout-quantization fp8_block_pow2"
         )
 
 
 def _engine_fp8(config: RLConfig) -> Iterator[Finding]:
     if config.precision.fp8_recipe == "delayed":
         yield "fp8_recipe", (
-            ": delayed scales come from the steps before, and ranks exchange them after every micro-batch, of which "
-            "ranks have different numbers here; use --fp8-recipe tensorwise or blockwise"
+            ": delayed scales are exchanged after every micro-batch, of which ranks have different numbers here; use "
+            "--fp8-recipe tensorwise or blockwise"
         )
     if config.precision.fp8_recipe == "mxfp8":
         yield "fp8_recipe", "needs a Blackwell GPU and was never tried; use --fp8-recipe blockwise"
@@ -110,10 +108,8 @@ def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         return
     recipe = config.quantization.rl_rollout_quantization
     if recipe != "none":
-        yield "transformer_impl", (
-            f"with --rl-rollout-quantization {recipe}: only megatron's own linears have quantised copies; leave one of "
-            "them out"
-        )
+        text = f"with --rl-rollout-quantization {recipe}: only megatron's own linears have quantised copies"
+        yield "transformer_impl", f"{text}; leave one of them out"
     if config.rollout.rl_inference_engine == "mcore":
         yield "transformer_impl", "with --rl-inference-engine mcore is not built: it was never tried; use rollout"
     if config.model.num_experts is not None:
@@ -130,18 +126,17 @@ def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if plain:
         yield "rl_train_forward", "has nothing to quantise with; give --rl-rollout-quantization, for example int8"
     if not config.training.perform_rl_step:
-        yield "rl_train_forward", (
-            "without --perform-rl-step: supervised training has no rollouts to agree with; leave it out"
-        )
+        text = "without --perform-rl-step: supervised training has no rollouts to agree with; leave it out"
+        yield "rl_train_forward", text
     if config.parallel.overlap_param_gather:
         yield "rl_train_forward", (
-            "with --overlap-param-gather: the weights to quantise after an update are still on their way then; leave "
-            "out --overlap-param-gather"
+            "with --overlap-param-gather: the weights to quantise are still on their way then; leave out "
+            "--overlap-param-gather"
         )
     if settings.rl_mismatch_action == "fallback":
         yield "rl_train_forward", (
-            "with --rl-mismatch-action fallback: another recipe for the rollouts alone would open the gap that "
-            "alignment closes; use --rl-mismatch-action stop"
+            "with --rl-mismatch-action fallback, which changes the recipe of rollouts alone; use --rl-mismatch-action "
+            "stop"
         )
 
 
@@ -151,16 +146,15 @@ def cache_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if not config.kv_cache_is_rounded:
         return
     if config.rollout.rl_inference_engine == "mcore":
-        yield "rl_kv_cache_dtype", (
-            "with --rl-inference-engine mcore, which stores the model's numbers; use --rl-kv-cache-dtype auto"
-        )
+        text = "with --rl-inference-engine mcore, which stores the model's numbers; use --rl-kv-cache-dtype auto"
+        yield "rl_kv_cache_dtype", text
     if settings.rl_train_forward == "quantized":
         yield "rl_kv_cache_dtype", (
-            "with --rl-train-forward quantized: the trainer keeps keys and values in full precision, which would open "
-            "the gap that alignment closes; use --rl-kv-cache-dtype auto"
+            "with --rl-train-forward quantized: the trainer keeps keys and values in full precision; use "
+            "--rl-kv-cache-dtype auto"
         )
     if settings.rl_mismatch_action == "fallback" and settings.rl_rollout_quantization == "none":
         yield "rl_kv_cache_dtype", (
-            "with --rl-mismatch-action fallback and unquantised linear layers: there is no safer format to fall back "
-            "to, the KV cache keeps its own; use --rl-mismatch-action stop or warn"
+            "with --rl-mismatch-action fallback and unquantised linear layers: there is no safer format; use "
+            "--rl-mismatch-action stop or warn"
         )

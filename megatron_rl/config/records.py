@@ -116,16 +116,12 @@ def record_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if checkpoint.load_hf is not None and checkpoint.pretrained_checkpoint is not None:
         yield "load_hf", (
             f"and --pretrained-checkpoint {checkpoint.pretrained_checkpoint} both say what to start from; keep one of "
-            "them: a checkpoint of ours knows its shape and tokenizer, for another one write --hf-config "
-            f"{checkpoint.load_hf} in place of --load-hf"
+            f"them; a checkpoint that does not know its shape takes --hf-config {checkpoint.load_hf}"
         )
     if config.logging.run_dir is None and not config.training.estimate:
         yield "run_dir", "is missing: metrics need a place; give --run-dir runs/NAME or --save DIR"
     if checkpoint.ckpt_format == "torch":
-        yield "ckpt_format", (
-            "is read but not written: --load, --pretrained-checkpoint and --resume take its directories without this "
-            "flag; leave it out, or use torch_dist"
-        )
+        yield "ckpt_format", "is read but not written: such a directory needs no flag; leave it out, or use torch_dist"
     if checkpoint.keep_best is not None and not checkpoint.keep_best.startswith("val/"):
         yield "keep_best", "is no metric of an evaluation; they are called val/ENVIRONMENT/MEASURE"
     if checkpoint.keep_best is not None and not evaluates:

@@ -29,11 +29,8 @@ are accepted, with a note when used, and have no effect because they have no mea
 """
 
 
-def help_text(
-    *, common_only: bool, starts: Sequence[str] = _STARTS, about: str = "", own: Sequence[str] = ()
-) -> str:
-    """The common flags, or all of them, by section, after what a command ``starts`` with and is ``about``, and the
-    fields of its ``own`` flags."""
+def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS, about: str = "", own: Sequence[str] = ()) -> str:
+    """Write the help of a command: how it ``starts``, what it is ``about``, its ``own`` fields, and flags."""
     lines = [f"usage: {start} [--config FILE] [--flag VALUE ...]" for start in starts] + [""]
     lines += [f"{about[:1].upper()}{about[1:]}.", ""] if about else []
     if own:
@@ -74,7 +71,7 @@ def _row(flag: Flag) -> str:
 
 
 def _values(flag: Flag) -> str:
-    """What may follow the flag: its choices, or the kind of value with its bounds."""
+    """Write the choices of a flag, or the kind of value with its bounds."""
     if flag.kind is bool:
         return "switch"
     if flag.choices:
@@ -91,7 +88,7 @@ def _default(flag: Flag) -> str:
 
 
 def _meaning(flag: Flag, quote: str = "") -> str:
-    """The field's docstring; for a flag that switches its field off, what it switches off; names and spellings."""
+    """Write the field's docstring, or what the flag switches off, with names of extensions and other spellings."""
     if flag.note is not None:
         text = f"{flag.note[:1].upper()}{flag.note[1:]}."
     elif flag.off:

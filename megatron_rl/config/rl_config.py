@@ -14,7 +14,6 @@ from typing import Any, get_type_hints
 
 from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
 from megatron_rl.config.compatibility import CompatibilityConfig
-from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.layers import LayerConfig
 from megatron_rl.config.model import ModelConfig, TokenizerConfig
@@ -22,8 +21,7 @@ from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
 from megatron_rl.config.records import CheckpointConfig, LoggingConfig
 from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig
-from megatron_rl.config.teacher import TeacherConfig
-from megatron_rl.config.training import OptimizerConfig, ScheduleConfig, TrainingConfig
+from megatron_rl.config.training import CriticConfig, OptimizerConfig, ScheduleConfig, TeacherConfig, TrainingConfig
 from megatron_rl.errors import Problem
 from megatron_rl.families.architecture import Architecture, ExpertShare, Stages, padded_vocabulary
 from megatron_rl.families.layout import Head, ModelLayout
@@ -31,7 +29,7 @@ from megatron_rl.families.layout import Head, ModelLayout
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """Everything a run is told. ``resolve`` turns what was typed into what is used.
+    """All settings of a run. ``resolve`` turns what was typed into what is used.
 
     Of 64 ranks with tensor-parallel size 8 there are 8 replicas; 64 prompts of 16 completions are
     1024 samples a step; with a global batch of 512 and 1 iteration that is 2 updates a step.
@@ -56,23 +54,23 @@ class RLConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     typed: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What the user wrote, by field name: not a section, only there for ``notes``."""
+    """What the user wrote, by field name."""
     repeated: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The same: which value holds of each flag that was written with several."""
+    """Notes on flags that were written several times."""
 
     def value(self, name: str) -> Any:
-        """Of the flag whose field is called ``name``, whatever its section."""
+        """Return the value of a field, whatever its section."""
         return getattr(getattr(self, _declared()[name][0]), name)
 
     def with_values(self, **values: Any) -> RLConfig:
-        """A copy with other values of the fields named, whatever their sections."""
+        """Copy with other values of the fields named, whatever their sections."""
         grouped: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             grouped.setdefault(_declared()[name][0], {})[name] = value
         return replace(self, **{section: replace(getattr(self, section), **new) for section, new in grouped.items()})
 
     def problem(self, name: str, text: str) -> Problem:
-        """``--min-lr 1 <text>``; where the user did not give the value, with what it comes from."""
+        """Make the problem ``--min-lr 1 <text>``; of a value that the user did not give, with what it comes from."""
         flag, value, source = f"--{name.replace('_', '-')}", self.value(name), _declared()[name][1].source
         shown = "" if value is None or isinstance(value, bool) else f" {value}"
         if isinstance(value, tuple):
@@ -87,9 +85,7 @@ class RLConfig:
         """Ranks that hold one copy of the model."""
         parallel = self.parallel
         return (
-            parallel.tensor_model_parallel_size
-            * parallel.pipeline_model_parallel_size
-            * parallel.context_parallel_size
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
         )
 
     @property
@@ -100,7 +96,7 @@ class RLConfig:
         return parallel.expert_model_parallel_size * cut * parallel.pipeline_model_parallel_size
 
     def architecture(self, vocab_size: int = 1) -> Architecture:
-        """The model's shape; see `layout`."""
+        """Return the model's shape; ``vocab_size`` as in `layout`."""
         given = vars(self.model) | vars(self.layers)
         shape = {name: value for name, value in given.items() if name in Architecture.__dataclass_fields__}
         return Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0))
@@ -108,9 +104,9 @@ class RLConfig:
     def layout(
         self, vocab_size: int = 1, stage: int = 0, expert_rank: int = 0, head: Head = "vocabulary"
     ) -> ModelLayout:
-        """The model's structure on a rank of pipeline stage ``stage``, of a resolved configuration without problems.
+        """Return the model's structure on a rank of pipeline stage ``stage``.
 
-        ``vocab_size`` is the tokenizer's. The embedding has that many rows, or --vocab-size if that is more, padded.
+        The embedding has the tokenizer's ``vocab_size`` rows, or --vocab-size if that is more, padded.
         """
         parallel, architecture = self.parallel, self.architecture(vocab_size)
         size = parallel.tensor_model_parallel_size
@@ -120,14 +116,14 @@ class RLConfig:
 
     @property
     def sequence_shares(self) -> int:
-        """Ranks that the tokens of a micro-batch are cut over: each has as many, the last of them padding."""
+        """Ranks that share the tokens of a micro-batch equally."""
         parallel = self.parallel
         over_tensor_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         return parallel.context_parallel_size * over_tensor_ranks
 
     @property
     def padded_bin_size(self) -> int:
-        """Tokens of a full micro-batch, padded so that its ranks have equally many: 12,000 for 11,999 on 8."""
+        """Tokens of a full micro-batch, padded to share them equally: 12,000 for 11,999 on 8 ranks."""
         return -(-(self.training.rl_sequence_packing_bin_size or 0) // self.sequence_shares) * self.sequence_shares
 
     @property
@@ -146,12 +142,12 @@ class RLConfig:
         return max(1, world_size // self.model_parallel_size)
 
     def rollout_replicas(self, world_size: int) -> int:
-        """Copies of the weights among ``world_size`` ranks: those that share a sequence in training have one each."""
+        """Copies of the model in rollouts: ranks that share a sequence in training have one each."""
         return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one step brings: a rollout in RL, one global batch in supervised training."""
+        """Samples of a step: a rollout in RL, one global batch in supervised training."""
         algorithm = self.algorithm
         if not self.training.perform_rl_step:
             return self.training.global_batch_size or 0
@@ -159,7 +155,7 @@ class RLConfig:
 
     @property
     def loads_what_it_saves(self) -> bool:
-        """`--load` names `--save`, as in Megatron's own scripts: the same command starts a run and goes on with it."""
+        """`--load` names `--save`: the same command starts a run and continues it, as in Megatron's scripts."""
         load, save = self.checkpoint.load, self.checkpoint.save
         return None not in (load, save) and os.path.realpath(load) == os.path.realpath(save)
 
@@ -230,13 +226,13 @@ class RLConfig:
         return "bf16" if self.precision.bf16 else "fp32"
 
     def _steps(self, iters: int | None, samples: int | None) -> int:
-        """A length given in steps or, with --train-samples, in samples."""
+        """Return a length in steps that was given in steps or samples."""
         return iters or (samples or 0) // (self.samples_per_step or 1)
 
 
 @functools.cache
 def section_classes() -> dict[str, type]:
-    """Section name -> section class, in the order of ``RLConfig``."""
+    """Return section name -> section class, in the order of ``RLConfig``."""
     hints = get_type_hints(RLConfig)
     return {f.name: hints[f.name] for f in dataclasses.fields(RLConfig) if dataclasses.is_dataclass(hints[f.name])}
 
@@ -254,10 +250,9 @@ def _declared() -> dict[str, tuple[str, Flag]]:
 
 
 def resolve(config: RLConfig, world_size: int) -> RLConfig:
-    """``config`` with every derived default filled in; resolving twice changes nothing.
+    """Fill in every derived default; resolving twice changes nothing, and what the user typed is never overwritten.
 
-    What the user typed is never overwritten. A value that cannot be derived, because what it derives from is absent
-    or wrong, stays None: ``validate`` says so.
+    A value whose source is absent or wrong stays None: ``validate`` says so.
     """
     config = config.with_values(**_implied(config))
     if config.training.eval_only:
@@ -294,7 +289,7 @@ def _implied(config: RLConfig) -> dict[str, Any]:
 
 
 def to_dict(config: RLConfig) -> dict[str, dict[str, Any]]:
-    """Section -> field -> value, of JSON values only."""
+    """Return section -> field -> value, of JSON values only."""
     return {
         section: {flag.name: _plain(config.value(flag.name)) for flag in flags_of(cls)}
         for section, cls in section_classes().items()
@@ -302,13 +297,13 @@ def to_dict(config: RLConfig) -> dict[str, dict[str, Any]]:
 
 
 def difference_from_defaults(config: RLConfig) -> dict[str, Any]:
-    """Field -> value, for the fields that are not at their declared default."""
+    """Return field -> value, for the fields that are not at their declared default."""
     found = {flag.name: (config.value(flag.name), flag.default) for flag in all_flags()}
     return {name: _plain(value) for name, (value, default) in found.items() if value != default}
 
 
 def typed_settings(config: RLConfig) -> list[str]:
-    """``--lr 1e-06``: what the user set and is not the default anyway, in the order it was typed."""
+    """List what the user set and is not the default, as typed: ``--lr 1e-06``."""
     found = {flag.name: flag for flag in all_flags() if config.value(flag.name) not in (flag.default, None)}
     return [found[name].typed(config.value(name)) for name in config.typed if name in found]
 

@@ -41,11 +41,8 @@ class EnvironmentConfig:
         needed=("it names the tasks to train on", "environments.yaml"),
     )
     """YAML list of environments and their weights."""
-    langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag(
-        "inplace_megatron"
-    )
-    """What generates rollouts: the training model in its own process. Harnesses may ask for completions and for chats
-    with both."""
+    langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag("inplace_megatron")
+    """What generates rollouts: the training model in its own process. Both serve completions and chats to harnesses."""
     rl_prompts_per_eval: int = flag(64, ge=1, le=1_000_000)
     """Prompts of an evaluation, for each environment (Megatron's default: 32)."""
     rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)
@@ -53,20 +50,18 @@ class EnvironmentConfig:
     rl_environment_port: int = flag(0, ge=0, le=65535)
     """Port of the environment server on loopback; 0 takes any free one."""
     rl_endpoint_port: int = flag(0, ge=0, le=65535)
-    """Port of the OpenAI-compatible endpoint on loopback that harnesses call; 0 takes any free one.
-
-    Each further copy of the model has the next port."""
+    """Port of the OpenAI-compatible endpoint on loopback that harnesses call; each further copy of the model has the
+    next port. 0 takes any free one."""
     rl_edited_history: Literal["split", "mask"] = flag("split")
-    """Samples whose harness sent answers as the model's that it never gave: split trains on every sequence that was
-    sampled, mask leaves the sample out."""
+    """Samples whose harness rewrote the model's answers: split trains on every sequence that was sampled, mask leaves
+    the sample out."""
     rl_harness_processes: int = flag(64, ge=1, le=4096)
-    """Most samples of harnesses that run at once on a node, each in a process; the others wait."""
+    """Most samples of harnesses that run at once on a node, each in a process."""
     rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
-    """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks.
-
-    And an extension of your own, such as a loss, to be imported or called once before the run."""
+    """Seconds that an environment may take to be imported, to be set up, or to list a split's tasks; and an extension
+    of your own, such as a loss, to be imported and tried once."""
     rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)
-    """Longest wait for the grades of one group; after it they count as failed."""
+    """Seconds to wait for the grades of one group; after that they count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)
     """Stop the run when more than this share of a step's grades failed."""
 
@@ -92,7 +87,7 @@ class RolloutConfig:
     rl_eval_temperature: float | None = flag(
         None, ge=0.001, le=100, derived=lambda config, _: config.rollout.rl_temperature
     )
-    """Sampling temperature of evaluations. Without it --rl-temperature, and so on for the next three."""
+    """Sampling temperature of evaluations. Without it --rl-temperature."""
     rl_eval_top_p: float | None = flag(None, ge=0, le=1, derived=lambda config, _: config.rollout.rl_top_p)
     """Top-p of evaluations; 1, and Megatron's 0, are off. Without it --rl-top-p."""
     rl_eval_top_k: int | None = flag(None, ge=-1, derived=lambda config, _: config.rollout.rl_top_k)
@@ -102,45 +97,41 @@ class RolloutConfig:
     )
     """Longest completion of an evaluation in tokens. Without it --rl-max-new-tokens."""
     rl_stop_strings: tuple[str, ...] = flag(())
-    """Texts that end a completion; one that is a special token is looked for by its id."""
+    """Texts that end a completion. A special token is matched by its id."""
     rl_decode_steps_per_sync: int = flag(8, ge=1)
-    """Decode steps between two looks of the host at what has finished; on a CPU fewer where completions end often."""
+    """Decode steps between host reads of what has finished; on a CPU fewer where completions end often."""
     inference_max_batch_size: int | None = flag(
         None, ge=1, le=100_000, aliases=("--inference-max-requests",), derived=_decoded_at_once
     )
     """Completions decoded at once on a replica. Without it its share of a step, at most 256."""
     inference_max_seq_length: int | None = flag(None, ge=2, derived=_longest, source="--seq-length")
     """Longest prompt and completion together. Without it --seq-length."""
-    inference_dynamic_batching_buffer_size_gb: float | None = flag(
-        None, gt=0, aliases=("--inference-buffer-size-gb",)
-    )
-    """Most GiB of KV cache a rank. Without it what the largest batch needs, if it is free (Megatron's default: 40)."""
+    inference_dynamic_batching_buffer_size_gb: float | None = flag(None, gt=0, aliases=("--inference-buffer-size-gb",))
+    """Most GiB of KV cache on a rank. Without it what the largest batch needs, if free (Megatron's default: 40)."""
     rl_rollout_memory_fraction: float | None = flag(None, gt=0, le=1)
-    """Most of the KV cache as a share of the memory that is free beside the rest of a rollout. Without it 0.9."""
+    """Most of the KV cache as a share of the memory that a rollout leaves free (default 0.9)."""
     inference_dynamic_batching_max_tokens: int = flag(8192, ge=1)
-    """Prompt tokens computed between two bursts of decode steps; a longer prompt enters in pieces."""
+    """Prompt tokens computed between host reads; a longer prompt is computed in pieces."""
     rl_prefix_reuse: bool = flag(True, off="--no-rl-prefix-reuse")
-    """Prompts go on from what the KV cache has of their beginning: the turns of a conversation so far."""
+    """Reuse the KV cache of a prompt's beginning, such as the turns of a conversation so far."""
     rl_router_replay: bool = flag(False)
-    """Experts: the trainer sends each token to those that the rollout chose for it."""
+    """Send each token in training to the experts that the rollout chose for it."""
     rl_kv_overcommit: float = flag(1.0, ge=1, le=100)
-    """How often the pages of the KV cache may be promised; 1 keeps room for the longest completions there can be.
-    Above it, a completion that finds no room makes way and is computed again."""
-    inference_dynamic_batching_num_cuda_graphs: int = flag(
-        16, ge=1, aliases=("--inference-num-cuda-graphs",)
-    )
-    """With --enable-cuda-graph: most batch sizes to capture; a batch is rounded up to the next of them."""
+    """Pages of the KV cache promised to completions, as a multiple of those that exist. Above 1, a completion without
+    room is interrupted and its cache computed again."""
+    inference_dynamic_batching_num_cuda_graphs: int = flag(16, ge=1, aliases=("--inference-num-cuda-graphs",))
+    """Most batch sizes to capture with --enable-cuda-graph; a batch is padded to the next one."""
     inference_dynamic_batching_block_size: int | None = flag(None, ge=1, le=65_536)
-    """Tokens a page of the KV cache, on backends that have pages. Without it 64 (triton_paged, paged) or 256."""
+    """Tokens in a page of the KV cache, on backends with pages. Without it 64 (triton_paged, paged) or 256."""
     rl_offload_optimizer_during_inference: bool = flag(False)
-    """Optimizer state waits in host memory during rollouts: room for KV cache."""
+    """Move optimizer state to host memory during rollouts, to make room for the KV cache."""
     rl_keep_in_rollouts: tuple[Literal["weights", "gradients", "teacher"], ...] = flag(())
-    """What rollouts could do without and keep, to save the time of making it again: the weights that have quantised
-    copies (given up with --bf16 and --use-distributed-optimizer), the gradient buffers, the teacher's weights."""
+    """Keep in memory during rollouts what is otherwise freed and made again: weights that have quantised copies (freed
+    with --bf16 and --use-distributed-optimizer), gradient buffers, the teacher's weights."""
 
 
 def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Prompts and completions must fit the engine, the model's positions and the trainer's bins."""
+    """Lengths that do not fit the engine, the model's positions or the trainer's micro-batches."""
     rollout, training, positions = config.rollout, config.training, config.model.max_position_embeddings
     longest, bin_size = rollout.inference_max_seq_length, config.training.rl_sequence_packing_bin_size
     if longest is None:
@@ -170,17 +161,16 @@ def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def cache_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """One flag says how large the KV cache may become."""
+    """Two limits of the KV cache."""
     given = config.rollout.inference_dynamic_batching_buffer_size_gb
     if given is not None and config.rollout.rl_rollout_memory_fraction is not None:
         yield "rl_rollout_memory_fraction", (
-            f"and --inference-dynamic-batching-buffer-size-gb {given:g} both say how large the KV cache may become; "
-            "leave one of them out"
+            f"and --inference-dynamic-batching-buffer-size-gb {given:g} both limit the KV cache; leave one of them out"
         )
 
 
 def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What is sampled must be what the trainer scores, and what the chosen engine can do."""
+    """Sampling that the trainer would not score as such, or that the chosen engine cannot do."""
     rollout = config.rollout
     if "" in rollout.rl_stop_strings:
         yield Problem(
@@ -191,8 +181,8 @@ def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     for name, off in (("rl_top_p", 1.0), ("rl_top_k", 0)):
         if config.training.perform_rl_step and getattr(rollout, name) != off:
             yield name, (
-                "with --perform-rl-step: the trainer's log-probs are of the whole distribution, not of the tokens that "
-                f"were left to sample from; use --{name.replace('_', '-')} {off:g}"
+                "with --perform-rl-step: the trainer's log-probs are of the whole distribution; use "
+                f"--{name.replace('_', '-')} {off:g}"
             )
     if rollout.rl_router_replay:
         yield from _replay_problems(config)
@@ -206,14 +196,11 @@ def _mcore_problems(config: RLConfig) -> Iterator[Finding]:
     for name, off in (("rl_temperature", 1.0), *(pair for pair in raw if pair[0] in config.typed)):
         if getattr(rollout, name) != off:
             yield name, (
-                "with --rl-inference-engine mcore: its log-probs are of the raw logits, not of what was sampled; use "
+                "with --rl-inference-engine mcore: its log-probs are of the raw logits; use "
                 f"--{name.replace('_', '-')} {off:g}, or --rl-inference-engine rollout"
             )
     if rollout.rl_kv_overcommit > 1:
-        yield "rl_kv_overcommit", (
-            "with --rl-inference-engine mcore: megatron-core's engine hands out its own KV cache; leave it out, or use "
-            "--rl-inference-engine rollout"
-        )
+        yield "rl_kv_overcommit", "with --rl-inference-engine mcore, which has its own KV cache; leave it out"
 
 
 def _replay_problems(config: RLConfig) -> Iterator[Finding]:
@@ -223,12 +210,8 @@ def _replay_problems(config: RLConfig) -> Iterator[Finding]:
     if not config.training.perform_rl_step:
         yield name, "without --perform-rl-step: demonstrations were never routed; leave it out"
     if config.rollout.rl_inference_engine == "mcore":
-        yield name, (
-            "with --rl-inference-engine mcore, which does not record the experts it chose; use --rl-inference-engine "
-            "rollout"
-        )
+        yield name, "with --rl-inference-engine mcore, which does not record experts; use --rl-inference-engine rollout"
     if config.algorithm.rl_surplus == "keep" and config.stages.count > 1:
         yield name, (
-            "with --rl-surplus keep on pipeline stages: what is kept would have the experts of one stage's layers; use "
-            "--rl-surplus drop"
+            "with --rl-surplus keep on pipeline stages: kept groups have one stage's experts; use --rl-surplus drop"
         )

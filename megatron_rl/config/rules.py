@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from megatron_rl.config.algorithm import algorithm_problems, dynamic_sampling_problems, partial_rollout_problems
 from megatron_rl.config.compatibility import megatron_rl_problems
-from megatron_rl.config.critic import critic_problems
 from megatron_rl.config.flags import Finding, flags_of
 from megatron_rl.config.layers import layer_problems
 from megatron_rl.config.model import ModelConfig, expert_problems, shape_problems
@@ -28,8 +27,14 @@ from megatron_rl.config.precision import (
 from megatron_rl.config.records import record_problems
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, section_classes
 from megatron_rl.config.rollout import cache_size_problems, length_problems, sampling_problems
-from megatron_rl.config.teacher import TeacherConfig, teacher_problems
-from megatron_rl.config.training import batch_problems, optimizer_problems, schedule_problems
+from megatron_rl.config.training import (
+    TeacherConfig,
+    batch_problems,
+    critic_problems,
+    optimizer_problems,
+    schedule_problems,
+    teacher_problems,
+)
 from megatron_rl.errors import Problem
 from megatron_rl.families import read_model
 
@@ -49,19 +54,15 @@ _POLICYS_OWN = {
     "rl_router_replay": False, "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
     "recompute_modules": None,
 }  # fmt: skip
-"""What the policy's experts were is nothing to the teacher's, and nothing is recomputed without a backward pass."""
+"""The teacher has experts of its own, and no backward pass."""
 _RULES_OF_A_TEACHER: tuple[Rule, ...] = (
     parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems, expert_problems,
     length_problems,
 )  # fmt: skip
-"""Of what a model's layout and positions allow."""
 
 
 def validate(config: RLConfig, world_size: int) -> list[Problem]:
-    """Everything that is wrong with the values; empty when the run may start.
-
-    Files and devices are not looked at: whoever opens them checks them.
-    """
+    """Return everything that is wrong with the values. Files and devices are checked by whoever opens them."""
     out_of_bounds = list(_bounds(config))
     if out_of_bounds:  # the other rules would divide by a size of 0
         return out_of_bounds
@@ -70,13 +71,13 @@ def validate(config: RLConfig, world_size: int) -> list[Problem]:
 
 
 def broken_rules(config: RLConfig, world_size: int, rules: Sequence[Rule] = RULES) -> list[Problem]:
-    """What ``rules`` say of a resolved configuration."""
+    """Return what ``rules`` say of a resolved configuration."""
     found = (finding for rule in rules for finding in rule(config, world_size))
     return [each if isinstance(each, Problem) else config.problem(*each) for each in found]
 
 
 def _bounds(config: RLConfig) -> Iterator[Problem]:
-    """Choices and bounds again: of what a Hugging Face directory gave, and of what was built in code."""
+    """Check choices and bounds of values that were not typed: from a directory, or built in code."""
     for flag in all_flags():
         value = config.value(flag.name)
         why = None if value is None or flag.many else flag.refusal(value)
@@ -85,7 +86,7 @@ def _bounds(config: RLConfig) -> Iterator[Problem]:
 
 
 def _absent(config: RLConfig) -> Iterator[Problem]:
-    """What is not built, and what has no default: a run needs it, or an RL run; an estimate only what changes bytes."""
+    """Values that are not built, and values that are missing; an estimate needs only what changes bytes."""
     spared = _CHANGES_NO_BYTE if config.training.estimate else ()
     if all(config.value(name) is None for name in _SHAPE):  # one directory says all of it
         yield Problem(
@@ -106,11 +107,7 @@ def _absent(config: RLConfig) -> Iterator[Problem]:
 
 
 def teacher_of(config: RLConfig, world_size: int) -> RLConfig:
-    """Of a resolved configuration with a teacher: the same run with the teacher in the policy's place.
-
-    Raises:
-        ConfigError: its ``config.json`` cannot be read, or is of no known family.
-    """
+    """Put the teacher in the policy's place; ``ConfigError`` if its ``config.json`` cannot be used."""
     settings = read_model(config.teacher.rl_teacher_load_hf).architecture.settings()
     settings["group_query_attention"] = True  # megatron ignores the number of groups without it
     if settings["num_experts"] is None:  # dense layers lie on every rank that the policy's experts are shared by
@@ -120,7 +117,7 @@ def teacher_of(config: RLConfig, world_size: int) -> RLConfig:
 
 
 def teacher_layout_problems(config: RLConfig) -> list[Problem]:
-    """Why the teacher cannot have the layout and lengths of a resolved configuration; raises as `teacher_of`."""
+    """Say why the teacher cannot have the run's layout and lengths; raises as `teacher_of`."""
     if not config.wants_teacher:
         return []
     size = config.model_parallel_size  # a fault of the number of ranks is the policy's too
@@ -134,7 +131,7 @@ def teacher_layout_problems(config: RLConfig) -> list[Problem]:
 
 
 def notes(config: RLConfig) -> list[str]:
-    """One line for each flag that the user set and that has no effect, or not the one it promises, with the reason."""
+    """Write one line for each flag that the user set and that has no effect, or another than expected."""
     used = [flag for flag in all_flags() if flag.note and flag.name in config.typed]
     without_effect = (f"{flag.spelling} has no effect: {flag.note}" for flag in used)
     return [*config.repeated, *without_effect, *_notes_on_values(config)]
@@ -149,8 +146,7 @@ def _notes_on_values(config: RLConfig) -> Iterator[str]:
     if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel is off: it needs --tensor-model-parallel-size above 1"
     if config.kv_cache_is_rounded and quantization.rl_evaluate_unquantized:
-        what = f"--rl-evaluate-unquantized leaves the KV cache in {config.kv_cache_dtype}"
-        yield f"{what}, in evaluations too (--rl-kv-cache-dtype)"
+        yield f"--rl-evaluate-unquantized leaves the KV cache in {config.kv_cache_dtype} (--rl-kv-cache-dtype)"
     if config.algorithm.grpo_kl_beta > 0 and config.algorithm.rl_kl_estimator == "k1":
         what = "--rl-kl-estimator k1 does not hold the policy to the reference"
         yield f"{what}: the gradient of k1 is 0 in expectation; use k2 or k3"

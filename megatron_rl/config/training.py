@@ -1,4 +1,4 @@
-"""How much is trained, on what batches, by which optimizer, and when the run stops."""
+"""How much is trained, on what batches, by which optimizer, when the run stops; the critic and teacher of RL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import Finding, flag, nearest_divisors, nearest_multiples
+from megatron_rl.config.flags import Finding, flag, nearest_divisors, nearest_multiples, without_effect
 from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
@@ -121,18 +121,50 @@ class ScheduleConfig:
     """Samples of the last phase of WSD."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value model of --rl-advantage gae, its optimizer and its loss."""
+
+    rl_critic_lr: float | None = flag(None, gt=0, derived=lambda config, _: config.optimizer.lr)
+    """Peak learning rate of the critic; its schedule is the policy's, scaled. Without it --lr."""
+    rl_critic_clip_range: float = flag(0.5, gt=0)
+    """PPO's value clipping: largest change of a value in a step that the loss counts."""
+    rl_critic_warmup_steps: int = flag(0, ge=0)
+    """First steps of the run that train the critic alone."""
+    rl_critic_load_hf: str | None = flag(None, path=True)
+    """Hugging Face directory or name on the hub, of the policy's architecture and tokenizer, to start the critic from.
+    Without it the critic starts as the policy does. The value head starts at 0."""
+    rl_kl_in_reward: bool = flag(False)
+    """Subtract --grpo-kl-beta x (old - reference log-prob) from the reward of each token, in place of the KL loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """A frozen model beside the policy, and what becomes of its log-probs."""
+
+    rl_teacher_load_hf: str | None = flag(None, path=True)
+    """Teacher: a Hugging Face directory or name on the hub, of any size and known family, with the policy's
+    tokenizer."""
+    rl_teacher_as: Literal["advantage", "loss"] = flag("advantage")
+    """How a token's teacher log-prob - student log-prob is used: as part of its advantage, or as a KL in the loss."""
+    rl_teacher_weight: float = flag(1.0, gt=0, le=1000)
+    """Weight of the teacher."""
+    rl_teacher_kl_estimator: Literal["k2", "k3"] = flag("k2")
+    """Estimator of the KL in the loss: k2 has the gradient of KL(student, teacher), k3 that of KL(teacher, student)."""
+    rl_reward_weight: float = flag(1.0, ge=0, le=1000)
+    """Weight of the rewards' advantage with a teacher; 0 learns from the teacher alone."""
+
+
 def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
-    """What a rollout brings must fit what an update takes. Groups are dealt to the ranks, so any number will do."""
+    """Batches that do not divide what a step brings."""
     training, algorithm, replicas = config.training, config.algorithm, config.data_parallel_size(world_size)
     batch, samples = training.global_batch_size, config.samples_per_step
     if training.train_samples is not None and training.train_samples < samples:
         yield "train_samples", f"is less than one step of {samples} samples; use at least {samples}"
     if not training.perform_rl_step:
         if batch and batch % replicas and world_size % config.model_parallel_size == 0:
-            yield "global_batch_size", (
-                f"is not divisible by {replicas} data-parallel replicas: each takes an equal share; use "
-                f"{nearest_multiples(batch, replicas)}"
-            )
+            text = f"is not divisible by {replicas} data-parallel replicas: each takes an equal share"
+            yield "global_batch_size", f"{text}; use {nearest_multiples(batch, replicas)}"
         return
     if samples and batch and samples % batch:
         yield "global_batch_size", (
@@ -147,13 +179,11 @@ def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if training.train_iters is None and training.train_samples is None and not training.estimate:
         yield "train_iters", "is missing: the run needs an end; give --train-iters N or --train-samples N"
     if training.train_iters is not None and training.train_samples is not None:
-        yield "train_iters", (
-            f"and --train-samples {training.train_samples} are two lengths for one run; keep one of them"
-        )
+        yield "train_iters", f"and --train-samples {training.train_samples} are two lengths of one run; keep one"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield "optimizer", (
-            "with --use-distributed-optimizer: megatron-core spreads the state of adam only; leave out "
-            "--use-distributed-optimizer, or use --optimizer adam"
+            "with --use-distributed-optimizer, which spreads the state of adam only; leave it out, or use --optimizer "
+            "adam"
         )
     if lr is not None and schedule.min_lr > lr:
         yield "min_lr", f"is above --lr {lr:g}: the schedule would rise; use at most {lr:g}"
@@ -162,7 +192,7 @@ def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Megatron counts a schedule in what the run is counted in; its phases must fit the decay."""
+    """Phases of the schedule that are counted in another unit than the run, or do not fit the decay."""
     training, schedule = config.training, config.schedule
     by_steps = training.train_samples is None
     length, unit, other = ("train-iters", "iters", "samples") if by_steps else ("train-samples", "samples", "iters")
@@ -183,11 +213,53 @@ def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if schedule.lr_decay_style != "WSD":
         return
     if schedule.lr_wsd_decay_iters is None and schedule.lr_wsd_decay_samples is None:
-        yield "lr_decay_style", (
-            f"needs the length of its last phase, which has no default; give --lr-wsd-decay-{unit} N"
-        )
+        yield "lr_decay_style", f"needs the length of its last phase; give --lr-wsd-decay-{unit} N"
     elif decay and warmup + last > decay:
         yield "lr_decay_style", (
-            f": a warm-up of {warmup} and a last phase of {last} steps do not fit a decay of {decay}; use a last phase "
-            f"of at most {max(0, decay - warmup)}"
+            f": a warm-up of {warmup} and a last phase of {last} steps do not fit a decay of {decay}; use at most "
+            f"{max(0, decay - warmup)} for the last phase"
         )
+
+
+def critic_config(config: RLConfig) -> RLConfig:
+    """Return the critic's optimizer settings: the policy's, with every learning rate scaled."""
+    scale = config.critic.rl_critic_lr / config.optimizer.lr
+    schedule = config.schedule
+    return config.with_values(
+        lr=config.critic.rl_critic_lr, min_lr=scale * schedule.min_lr, lr_warmup_init=scale * schedule.lr_warmup_init
+    )
+
+
+def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Flags that have no effect without a critic, and combinations that are not built."""
+    critic, algorithm, steps = config.critic, config.algorithm, config.total_steps
+    if config.training.eval_only:
+        return
+    if not config.wants_critic:
+        names = CriticConfig.__dataclass_fields__
+        yield from without_effect(config, names, "a critic; add --rl-advantage gae, or leave it out")
+        return
+    if steps and critic.rl_critic_warmup_steps >= steps:
+        text = f"leaves no step of {steps} that trains the policy; use at most {steps - 1}, or a longer run"
+        yield "rl_critic_warmup_steps", text
+    if config.wants_teacher:
+        yield "rl_teacher_load_hf", "with a critic is not built; use one of the two"
+    if not critic.rl_kl_in_reward:
+        return
+    if algorithm.grpo_kl_beta == 0:
+        yield "rl_kl_in_reward", "has no effect with --grpo-kl-beta 0; give it a weight, or leave this out"
+    if "rl_kl_estimator" in config.typed and algorithm.rl_kl_estimator != "k1":
+        yield "rl_kl_estimator", "is of the loss; with --rl-kl-in-reward the reward takes k1; leave it out"
+
+
+def teacher_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Flags that have no effect without a teacher, and programs without samples to score."""
+    teacher = config.teacher
+    if teacher.rl_teacher_load_hf is None:
+        names = TeacherConfig.__dataclass_fields__
+        yield from without_effect(config, names, "a teacher; add --rl-teacher-load-hf DIR, or leave this out")
+        return
+    if not config.training.perform_rl_step and not config.training.eval_only:
+        yield "rl_teacher_load_hf", "scores what the policy samples: add --perform-rl-step, or leave it out"
+    if teacher.rl_teacher_as == "advantage" and "rl_teacher_kl_estimator" in config.typed:
+        yield "rl_teacher_kl_estimator", "has no effect with --rl-teacher-as advantage; use --rl-teacher-as loss"

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.algorithms.counter_random import uniform
-from megatron_rl.arithmetic import FEWEST_KEYS
+from megatron_rl.arithmetic import FEWEST_KEYS, uniform
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.sampler import Sampler, SamplingModes, SamplingTensors

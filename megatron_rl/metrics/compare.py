@@ -1,6 +1,6 @@
-"""megatron-rl compare RUN RUN ...: what runs were told differently, what came of it, and their curves on one page.
+"""megatron-rl compare RUN RUN ...: settings in which runs differ, their results, and their curves on one page.
 
-Runs that differ in nothing but their seed are one group: it has a mean and a spread.
+Runs that differ only in their seed are one group, with a mean and a spread.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError
-from megatron_rl.metrics.curves import Chart, Series, charts_for, drawn
+from megatron_rl.metrics.console import format_table
+from megatron_rl.metrics.curves import Chart, charts_for, drawn, series_of
 from megatron_rl.metrics.evaluation import COUNTS, by_environment, last_evaluation
 from megatron_rl.metrics.jsonl import read_steps
-from megatron_rl.metrics.page import build_page
+from megatron_rl.metrics.report import build_page
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.metrics.table import format_table
 from megatron_rl.user_files import named_path
 
 LAST_STEPS = 10
@@ -38,11 +38,10 @@ _MEASURED = {
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What a run directory says."""
+    """A run directory as read; in ``settings`` paths below it begin with ``RUN/``."""
 
     name: str
     settings: Mapping[str, Any]
-    """Without those of the place; paths below the run's own directory begin with ``RUN/``."""
     rows: Sequence[Mapping[str, Any]]
 
     @property
@@ -60,11 +59,7 @@ class ComparedRun:
 
 
 def read_run(path: Path) -> ComparedRun:
-    """The run in ``path``.
-
-    Raises:
-        ConfigError: there is none, or it has no steps yet.
-    """
+    """Read the run in ``path``; ``ConfigError`` if there is none, or it has no steps yet."""
     directory = RunDirectory(path)
     found = directory.read_settings()
     own = found["run_dir"]
@@ -80,7 +75,7 @@ def _placed(value: Any, own: str) -> Any:
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Setting -> its value in each run, of those that are not the same in all; one that repeats another follows it."""
+    """Return setting -> its value in each run where they differ, without settings that only follow another one."""
     found: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         values = [run.settings.get(name) for run in runs]
@@ -91,17 +86,17 @@ def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 
 def groups_of(runs: Sequence[ComparedRun]) -> dict[str, list[int]]:
-    """Label -> indices of the runs that differ from each other in their seed alone."""
+    """Return label -> indices of the runs that differ in their seed alone."""
     differing = {name: values for name, values in differences(runs).items() if name != "seed"}
     groups: dict[str, list[int]] = {}
     for index in range(len(runs)):
-        said = ", ".join(f"{name} {values[index]}" for name, values in differing.items())
-        groups.setdefault(said or "all runs", []).append(index)
+        label = ", ".join(f"{name} {values[index]}" for name, values in differing.items())
+        groups.setdefault(label or "all runs", []).append(index)
     return groups
 
 
 def summary_rows(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]]) -> list[list[object]]:
-    """A row for each measure: mean, and sample standard deviation over the runs of a group."""
+    """Return a row for each measure: mean, and sample standard deviation over the runs of a group."""
     results = [run.results for run in runs]
     names = dict.fromkeys(name for each in results for name in each)
     rows: list[list[object]] = []
@@ -116,17 +111,13 @@ def summary_rows(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]
 
 
 def curves_of(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
-    """Charts of the metrics that a run recorded, in the report's order; each run is a line in its group's colour."""
+    """Return charts of all recorded metrics, in the report's order; each run is a line in its group's colour."""
     color_of = {index: number for number, indices in enumerate(groups.values()) for index in indices}
     curves = []
     for chart in charts_for([row for run in runs for row in run.rows]):
         for metric, label in chart.lines.items() if chart.kind == "line" else ():
-            lines = []
-            for index, run in enumerate(runs):
-                recorded = [row for row in run.rows if metric in row]
-                steps, values = [row["step"] for row in recorded], [row[metric] for row in recorded]
-                if any(value is not None for value in values):
-                    lines.append(Series(run.name, steps, values, color_of[index]))
+            series = (series_of(run.rows, metric, run.name, color_of[index]) for index, run in enumerate(runs))
+            lines = [line for line in series if line is not None]
             if lines:
                 title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {label}"
                 curves.append(drawn(Chart(title, {}, chart.scale), lines))
@@ -151,7 +142,8 @@ def main(words: Sequence[str] | None = None) -> int:
     groups, differing = groups_of(runs), differences(runs)
     settings = [[name, *map(str, values)] for name, values in differing.items()]
     headers = ["setting", *(run.name for run in runs)]
-    titles = ["", *(f"{label} ({_count(indices)})" for label, indices in groups.items())]
+    counts = {label: "1 run" if len(indices) == 1 else f"{len(indices)} runs" for label, indices in groups.items()}
+    titles = ["", *(f"{label} ({count})" for label, count in counts.items())]
     results = summary_rows(runs, groups)
     sys.stdout.write(f"{format_table(headers, settings) if settings else 'all settings are the same'}\n\n")
     sys.stdout.write(f"{format_table(titles, results)}\n")
@@ -168,7 +160,3 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--output {options.output} cannot be written: {error.strerror}")
     sys.stdout.write(f"\n{options.output}\n")
     return 0
-
-
-def _count(indices: Sequence[int]) -> str:
-    return "1 run" if len(indices) == 1 else f"{len(indices)} runs"

@@ -1,4 +1,4 @@
-"""The terminal: one compact line a step, one line an evaluation, a progress bar when it is a terminal.
+"""The terminal: a compact line for each step and evaluation, a progress bar where lines can be erased, tables.
 
 For example::
 
@@ -8,11 +8,14 @@ For example::
 
 from __future__ import annotations
 
+import io
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from rich.box import ROUNDED, Box
 from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -20,11 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.metrics.evaluation import COUNTS, by_environment
-from megatron_rl.metrics.samples import TextSample
-from megatron_rl.metrics.table import is_terminal
+from megatron_rl.metrics.rollouts import TextSample
 
 ERASE_LINE = "\r\x1b[2K"
 BAR_WIDTH = 24
+PLAIN = Box("    \n  | \n -+-\n  | \n    \n    \n  | \n    \n", ascii=True)
+UNBROKEN = 100_000
+"""Columns of a text that is not for a terminal: no line is wrapped."""
 COMPACT = "compact"
 """Format that writes 12,100 as ``12.1k``, beside Python's own format specifications."""
 
@@ -64,7 +69,7 @@ SUPERVISED_COLUMNS = (
 
 
 class ConsoleWriter:
-    """Writes to a stream it is given: plain lines, and what only a terminal can show, a bar and frames, only there."""
+    """Writes plain lines to a stream; on a terminal frames and a progress bar, too."""
 
     def __init__(self, stream: TextIO, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -88,7 +93,7 @@ class ConsoleWriter:
             self._emit(self._bar(step) + "\r")
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Print each in a few lines."""
+        """Print each sample in a few lines."""
         for sample in samples:
             title = f"sample {self._position(step)} | {sample.heading}"
             if self._interactive:
@@ -112,7 +117,7 @@ class ConsoleWriter:
         return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _bar(self, step: int) -> str:
-        """And the time left at the pace since the first step seen here: a resumed run did not do the earlier ones."""
+        """Draw the bar and the time left, at the pace since the first step that this process did."""
         done = min(1.0, step / max(1, self._total_steps))
         bar = self._drawn(ProgressBar(1.0, done, BAR_WIDTH), end="")
         text = f"{bar} {done:4.0%}"
@@ -123,7 +128,7 @@ class ConsoleWriter:
         return f"{text}  {format_duration(seconds)} left"
 
     def _drawn(self, what: RenderableType, end: str) -> str:
-        """As text, so that it can be written in one piece with what erases the bar."""
+        """Render to text, to be written in one piece with what erases the bar."""
         with self._terminal.capture() as drawn:
             self._terminal.print(what, end=end)
         return drawn.get()
@@ -136,7 +141,7 @@ class ConsoleWriter:
 
 
 def format_cells(columns: Sequence[Column], metrics: Mapping[str, float]) -> str:
-    """The cells of the metrics that are there, joined by their glue."""
+    """Join the cells of the metrics that are there."""
     text = ""
     for column in columns:
         if column.metric in metrics:
@@ -146,7 +151,7 @@ def format_cells(columns: Sequence[Column], metrics: Mapping[str, float]) -> str
 
 
 def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
-    """One text an environment, from its ``val/<environment>/<measure>`` metrics."""
+    """Write one text for each environment, from its ``val/<environment>/<measure>`` metrics."""
     texts = []
     for environment, measures in by_environment(metrics).items():
         cells = [
@@ -159,7 +164,7 @@ def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
 
 
 def format_number(value: float, number_format: str) -> str:
-    """``format``, plus ``compact``: 999, 12.1k, 3.4M."""
+    """Format a number; ``compact`` gives 999, 12.1k, 3.4M."""
     if number_format != COMPACT:
         return format(float(value), number_format)
     for suffix in ("", "k", "M"):
@@ -170,10 +175,61 @@ def format_number(value: float, number_format: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``45s``, ``3m 20s``, ``2h 05m``."""
+    """Write ``45s``, ``3m 20s`` or ``2h 05m``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Align columns under a ruled header, numbers to the right. No trailing newline.
+
+    For example::
+
+        environment | pass@1 | greedy
+        ------------+--------+-------
+        arithmetic  |  0.512 |  0.550
+    """
+    stream = io.StringIO()
+    table = _table(headers, rows, PLAIN)
+    table.show_edge = table.pad_edge = False
+    Console(file=stream, width=UNBROKEN, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def print_table(stream: TextIO, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Draw it where the stream is a terminal, else write it as `format_table` does."""
+    if is_terminal(stream):
+        Console(file=stream).print(_table(headers, rows, ROUNDED))
+    else:
+        stream.write(format_table(headers, rows) + "\n")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether lines may be drawn and erased."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[object]], box: Box) -> Table:
+    table = Table(box=box)
+    for index, header in enumerate(headers):
+        right = bool(rows) and all(_is_number(row[index]) for row in rows)
+        table.add_column(Text(header), justify="right" if right else "left", no_wrap=box is PLAIN)
+    for row in rows:  # as `Text`: brackets in a name are no style
+        table.add_row(*(Text(_cell(value)) for _, value in zip(headers, row, strict=True)))
+    return table
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(str(value).split())
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +19,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """Metrics drawn on one pair of axes; shown when at least one of them was recorded."""
+    """Metrics drawn on one pair of axes, if at least one of them was recorded."""
 
     title: str
     lines: Mapping[str, str]
@@ -39,27 +40,29 @@ class Series:
 
 
 def charts_for(rows: Sequence[Row]) -> list[Chart]:
-    """Every chart these rows could fill, in reading order; evaluations, phases and ranks are found by name."""
+    """Return every chart these rows could fill, in reading order; evaluations, phases and ranks are found by name."""
     recorded = list(dict.fromkeys(name for row in rows for name in row))
-    held_out: dict[str, dict[str, str]] = {}
     lengths = {"response_length/mean": "mean", "response_length/max": "max"}
     truncated = {"response_length/clip_ratio": "training"}
     held_out_rewards: dict[str, str] = {}
     # Lengths, cuts and rewards have scales of their own: beside them shares of right answers would be flat lines.
     elsewhere = {"response_length": lengths, "truncated": truncated, "reward": held_out_rewards}
+    held_out: dict[str, dict[str, str]] = {}
     for environment, measures in by_environment(dict.fromkeys(recorded, 0.0)).items():
-        drawn = {f"val/{environment}/{measure}": measure for measure in measures if measure not in COUNTS}
-        for measure, lines in elsewhere.items():
-            if drawn.pop(f"val/{environment}/{measure}", None):
-                lines[f"val/{environment}/{measure}"] = f"held-out {environment}"
+        held_out[environment] = {}
+        for measure in (measure for measure in measures if measure not in COUNTS):
+            metric = f"val/{environment}/{measure}"
+            if measure in elsewhere:
+                elsewhere[measure][metric] = f"held-out {environment}"
+            else:
+                held_out[environment][metric] = measure
         reward, passed = f"val/{environment}/reward", f"val/{environment}/pass@1"
         if all(row.get(reward) == row.get(passed) for row in rows):
             held_out_rewards.pop(reward, None)
-        held_out[environment] = drawn
     trained = trained_environments(rows)
     by_name = trained if len(trained) > 1 else []
     rewards = {f"reward/{name}/mean": name for name in by_name}
-    signal = {f"reward/{name}/signal_share": name for name in by_name}
+    informative = {f"reward/{name}/signal_share": name for name in by_name}
     idle = "perf/rollout_idle_share"
     ranks = {name: name.removeprefix(f"{idle}/").replace("_", " ") for name in recorded if name.startswith(f"{idle}/")}
     gap = {"training/rollout_logprob_gap_mean": "mean", "training/rollout_logprob_gap_max": "max"}
@@ -71,11 +74,11 @@ def charts_for(rows: Sequence[Row]) -> list[Chart]:
         Chart("Perplexity", {"train/perplexity": "perplexity"}, scale="log"),
         Chart("Response length", lengths),
         Chart("Share of answers cut at the limit", truncated),
-        Chart("Share of groups with signal", {"training/signal_share": "all", **signal}),
+        Chart("Share of groups with reward variance", {"training/signal_share": "all", **informative}),
         Chart("Held-out reward", held_out_rewards),
         Chart("Entropy", {"actor/entropy": "entropy"}),
         Chart("Gradient norm", {"actor/grad_norm": "gradient norm"}),
-        Chart("Log-prob gap, engine and trainer", gap, scale="log"),
+        Chart("Rollout-trainer mismatch of log-probs", gap, scale="log"),
         Chart("Policy loss", {"actor/pg_loss": "policy loss"}),
         Chart("KL divergence", {"actor/ppo_kl": "to old policy", "actor/kl_loss": "to reference"}),
         Chart("Share of tokens clipped", clipped),
@@ -87,28 +90,26 @@ def charts_for(rows: Sequence[Row]) -> list[Chart]:
 
 
 def trained_environments(rows: Sequence[Row]) -> list[str]:
-    """The environments that rewards were recorded of, ``reward/<environment>/mean``, in the order they came up."""
-    metrics = dict.fromkeys(name for row in rows for name in row)
-    named = [name for name in metrics if name.startswith("reward/") and name.endswith("/mean")]
-    return [name.removeprefix("reward/").removesuffix("/mean") for name in named]
+    """Return the environments with a metric ``reward/<environment>/mean``, in the order they came up."""
+    found = (re.fullmatch("reward/(.*)/mean", name) for name in dict.fromkeys(name for row in rows for name in row))
+    return [match[1] for match in found if match]
 
 
 def build_curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The charts that have data, few enough points of each, ready for embedding."""
+    """Return the charts that have data, few enough points of each, ready for embedding."""
     curves = []
     for chart in charts_for(rows):
         stacked = chart.kind == "stack"
         series = stack_series(chart, rows) if stacked else line_series(chart, rows)
-        if not series:
-            continue
         # The layers of a stack keep common steps.
         sums = [sum(values) for values in zip(*(one.values for one in series), strict=True)] if stacked else None
-        curves.append(drawn(chart, series, sums))
+        if series:
+            curves.append(drawn(chart, series, sums))
     return curves
 
 
 def drawn(chart: Chart, series: Sequence[Series], sums: Sequence[float] | None = None) -> dict[str, Any]:
-    """What ``charts.js`` draws: few enough points of each series, those of ``sums`` where all keep the same steps."""
+    """Return what ``charts.js`` draws: few points of each series, chosen by ``sums`` where steps are common."""
     return {
         "title": chart.title,
         "kind": chart.kind,
@@ -128,19 +129,26 @@ def _points(series: Series, indices: Sequence[int]) -> dict[str, Any]:
 
 
 def line_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:
-    """The recorded lines of a chart; a line that only repeats an earlier one is left out."""
+    """Return the recorded lines of a chart, without those that only repeat an earlier one."""
     found: list[Series] = []
     for metric, label in chart.lines.items():
-        recorded = [row for row in rows if metric in row]
-        steps, values = [row["step"] for row in recorded], [row[metric] for row in recorded]
-        repeats = any((one.steps, one.values) == (steps, values) for one in found)
-        if any(value is not None for value in values) and not repeats:
-            found.append(Series(label, steps, values))
+        series = series_of(rows, metric, label)
+        if series is not None and (series.steps, series.values) not in [(one.steps, one.values) for one in found]:
+            found.append(series)
     return found
 
 
+def series_of(rows: Sequence[Row], metric: str, label: str, color: int | None = None) -> Series | None:
+    """Return the recorded values of a metric; None where there is no finite one."""
+    recorded = [row for row in rows if metric in row]
+    values = [row[metric] for row in recorded]
+    if all(value is None for value in values):
+        return None
+    return Series(label, [row["step"] for row in recorded], values, color)
+
+
 def stack_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:
-    """Phases over common steps, absent ones as 0, and what the whole step took beyond them as ``other``."""
+    """Return phases over common steps, absent ones as 0, and what the step took beyond them as ``other``."""
     if not chart.lines:
         return []
     steps = [row["step"] for row in rows]
@@ -153,9 +161,9 @@ def stack_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:
 
 
 def select_indices(values: Sequence[float | None], limit: int) -> list[int]:
-    """At most ``limit`` indices: both ends, and the lowest and highest value of equal stretches between.
+    """Return at most ``limit`` indices: both ends, and the lowest and highest value of equal stretches between.
 
-    Every n-th point would lose the spikes, which are what one looks for in a gradient norm.
+    Every n-th point would lose the spikes.
     """
     count = len(values)
     if count <= limit:
@@ -172,7 +180,7 @@ def select_indices(values: Sequence[float | None], limit: int) -> list[int]:
 
 
 def round_number(value: float | None) -> float | None:
-    """Six significant digits: more than a screen shows, half the bytes."""
+    """Round to six significant digits: more than a screen shows, half the bytes."""
     return None if value is None else float(f"{value:.6g}")
 
 

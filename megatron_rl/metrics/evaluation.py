@@ -1,13 +1,32 @@
-"""The results of an evaluation by environment: the table on the screen and in the report, and ``evaluation.json``."""
+"""pass@k, and the results of an evaluation by environment: on the screen, in the report and in ``evaluation.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
 COUNTS = frozenset({"num_tasks", "failed_grades", "pass@1_ci95"})
 """Measures that are counts and intervals, not results: kept in the files, not drawn."""
 _AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward"), ("response_length", "tokens"),
                     ("truncated", "truncated"), ("num_tasks", "tasks"), ("failed_grades", "failed"))  # fmt: skip
+
+
+def pass_at_k(num_samples: ArrayLike, num_correct: ArrayLike, k: int) -> NDArray[np.float64]:
+    """Estimate the chance that one of ``k`` answers is right, fp64, from n >= k answers of which c are.
+
+    ``1 - C(n - c, k) / C(n, k)``, the unbiased estimate of Chen et al., arXiv 2107.03374, eq. 1, as the product of
+    ``(n - c - i) / (n - i)`` over i < k: the binomials overflow fp64 at n = 1030. n and c are numbers or one per task.
+    """
+    import numpy as np  # a command that only finds a misspelt flag does not wait for it
+
+    samples, wrong = np.asarray(num_samples), np.subtract(num_samples, num_correct)
+    drawn = np.arange(k)
+    # With fewer than k wrong answers one factor is exactly 0, and so is the chance of missing.
+    return 1.0 - np.prod((wrong[..., None] - drawn) / (samples[..., None] - drawn), axis=-1)
 
 
 def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -26,7 +45,7 @@ def with_average(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
 
 
 def result_table(*evaluations: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
-    """Headers, and one row an environment, its name first; of several ``evaluations`` their steps before it.
+    """Make the headers, and one row per environment, its name first; of several ``evaluations`` their steps before it.
 
     pass@k in ascending k, pass@1 with half of its 95 % interval over tasks, and what else was measured.
     """

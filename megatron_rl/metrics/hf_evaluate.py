@@ -3,26 +3,18 @@
     PassAtK().compute(predictions=[[1.0, 0.0, 0.0, 0.0], [1.0, 1.0]], k=[1, 2])
     {"accuracy": 0.625, "pass@1": 0.625, "pass@2": 0.75}
 
-Nothing of a training run imports this module: ``import evaluate`` pulls in ``datasets`` and ``transformers``
-and takes about 3 CPU seconds. Runs use ``algorithms.passk``, which this module, a layer below, must not import;
-a test holds the two together.
+No run imports this module: ``import evaluate`` brings ``datasets`` and ``transformers`` and takes seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb, isclose
+from math import isclose
 
 import datasets
 import evaluate
 
-_DESCRIPTION = "The chance that at least one of k answers to a task is right, and the share of right answers."
-_CITATION = "Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, equation 1"
-_INPUTS = """
-    predictions: for each task, the rewards of its answers; None is a failed grade, left out.
-    highest: the reward of a right answer.
-    k: attempts granted; a task with fewer graded answers than k does not count in pass@k.
-"""
+from megatron_rl.metrics.evaluation import pass_at_k
 
 
 class PassAtK(evaluate.Metric):
@@ -34,9 +26,13 @@ class PassAtK(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         rewards = datasets.Sequence(datasets.Value("float64"))
         return evaluate.MetricInfo(
-            description=_DESCRIPTION,
-            citation=_CITATION,
-            inputs_description=_INPUTS,
+            description="The chance that one of k answers to a task is right, and the share of right answers.",
+            citation="Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, equation 1",
+            inputs_description="""
+                predictions: for each task, the rewards of its answers; None is a failed grade, left out.
+                highest: the reward of a right answer.
+                k: attempts granted; a task with fewer graded answers than k does not count in pass@k.
+            """,
             features=datasets.Features({"predictions": rewards}),
         )
 
@@ -47,19 +43,16 @@ class PassAtK(evaluate.Metric):
     def _compute(
         self, predictions: Sequence[Sequence[float | None]], k: Sequence[int] = (1,), highest: float = 1.0
     ) -> dict[str, float]:
-        graded = [[isclose(reward, highest, abs_tol=1e-6) for reward in rewards if reward is not None]
-                  for rewards in predictions]  # fmt: skip
+        graded = [
+            [isclose(reward, highest, abs_tol=1e-6) for reward in rewards if reward is not None]
+            for rewards in predictions
+        ]
         tasks = [(len(right), sum(right)) for right in graded if right]
         results = {"accuracy": _mean([correct / count for count, correct in tasks])}
         for attempts in k:
-            chances = [_pass_at(count, correct, attempts) for count, correct in tasks if count >= attempts]
+            chances = [float(pass_at_k(*task, attempts)) for task in tasks if task[0] >= attempts]
             results[f"pass@{attempts}"] = _mean(chances)
         return results
-
-
-def _pass_at(count: int, correct: int, attempts: int) -> float:
-    """Python's integers do not overflow: the binomials are exact."""
-    return 1 - comb(count - correct, attempts) / comb(count, attempts)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -27,10 +27,9 @@ _NO_METRICS = ("time", "nonfinite")
 
 
 class JsonlWriter:
-    """Appends one line a step and hands it to the operating system at once: a kill loses at most that line.
+    """Appends one line per step, flushed at once: a kill loses at most that line.
 
-    Rows after ``resume_step``, the step of the checkpoint, are cut away, so that no step appears twice; without
-    it every whole row is kept. A torn last line is always cut away.
+    Rows after ``resume_step``, the step of the checkpoint, and a torn last line are cut away.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -47,7 +46,6 @@ class JsonlWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one row; NaN and infinities become null and are named under ``nonfinite``."""
-        # Tensors and numpy's numbers are none of JSON's.
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         row = {"step": step, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **to_plain(numbers)}
         nonfinite = [name for name in numbers if row[name] is None]
@@ -62,7 +60,7 @@ class JsonlWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Every readable row, in file order; damaged lines are skipped with one warning. No file, no rows."""
+    """Read every row, in file order; damaged lines are skipped with one warning. No file, no rows."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -74,7 +72,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """One row a step, in their order; see `read_rows`. A file edited or joined by hand may hold a step twice."""
+    """Read one row per step, in order; a file joined by hand may hold a step twice."""
     merged: dict[int, dict[str, Any]] = {}
     for row in read_rows(path):
         merged.setdefault(row["step"], {}).update(row)
@@ -94,7 +92,7 @@ def _bytes_to_keep(path: Path, resume_step: int | None) -> int:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A row, or ``None`` for a line that is not one (torn by a kill, zeroed by a lost disk write, edited by hand)."""
+    """Parse a row; None for a damaged line."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -104,12 +102,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_metric(value: object) -> bool:
-    """A number that a float holds, or what stands for NaN."""
+    """A number that a float holds, or None for NaN."""
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is absent or damaged."""
+    """Read the object in a JSON file; empty when the file is absent or damaged."""
     try:
         value = read_json(path)
     except ValueError:
@@ -123,7 +121,7 @@ def write_json_atomic(path: Path, value: object) -> None:
 
 
 def to_plain(value: object) -> Any:
-    """``value`` with what JSON has no word for, NaN and infinities, as None."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

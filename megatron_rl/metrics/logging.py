@@ -13,22 +13,9 @@ LONGEST_MESSAGE = 20_000
 """Characters: the table of a large model's layers, and not the value of megabytes that an error may quote."""
 
 NOISY_LOGGERS = (
-    "asyncio",
-    "datasets",
-    "filelock",
-    "fsspec",
-    "httpcore",
-    "httpx",
-    "huggingface_hub",
-    "matplotlib",
-    "megatron.core",
-    "torch",
-    "transformers",
-    "urllib3",
-    "waitress",
-    "wandb",
-    "werkzeug",
-)
+    "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub", "matplotlib", "megatron.core",
+    "torch", "transformers", "urllib3", "waitress", "wandb", "werkzeug",
+)  # fmt: skip
 NOISY_WARNINGS = (
     # Said once per megatron-core module that has a faster variant with the extra.
     r".*Transformer Engine and Apex are not installed.*",
@@ -54,10 +41,7 @@ class _RankFormatter(logging.Formatter):
 
 
 def configure_logging(rank: int) -> None:
-    """Send the library's log lines to standard error: rank 0 from INFO, the others from WARNING.
-
-    Calling again replaces the handler and the level, so a launcher may configure before the rank is known.
-    """
+    """Send the library's log lines to standard error: rank 0 from INFO, others from WARNING. May be called again."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_RankFormatter(rank))
     library = logging.getLogger(ROOT)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number, trained_environments
 from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table
-from megatron_rl.metrics.jsonl import read_json_object, read_steps
-from megatron_rl.metrics.page import build_page
+from megatron_rl.metrics.jsonl import read_json_object, read_steps, to_plain
 from megatron_rl.metrics.report_rollouts import build_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.user_files import named_path
 
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 MOST_FIGURES = 4
 AVERAGED = 5
 """Steps at either end whose mean stands for the reward at the beginning and now."""
@@ -39,7 +41,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def build_payload(run: RunDirectory) -> dict[str, Any]:
-    """Everything the page shows."""
+    """Collect everything the page shows."""
     rows = read_steps(run.metrics)
     facts, newest = run.read_facts(), last_evaluation(rows)
     headers, results = result_table(newest)
@@ -86,13 +88,12 @@ def _progress(run: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """``("gsm8k pass@1", "0.29 -> 0.98")`` of each environment, first and newest evaluation; then what is trained."""
+    """Reward or loss in training, then ``("gsm8k pass@1", "0.29 -> 0.98")``: first and newest evaluation."""
     found: dict[str, list[float]] = {}
-    for row in rows:
-        for environment, measures in by_environment(row).items():
-            measure = next((name for name in ("pass@1", "greedy", "reward") if name in measures), None)
-            if measure is not None and measures[measure] is not None:
-                found.setdefault(f"{environment} {measure}", []).append(measures[measure])
+    for environment, measures in ((name, each) for row in rows for name, each in by_environment(row).items()):
+        measure = next((name for name in ("pass@1", "greedy", "reward") if name in measures), None)
+        if measure is not None and measures[measure] is not None:
+            found.setdefault(f"{environment} {measure}", []).append(measures[measure])
     figures = [(name, _change(values[0], values[-1])) for name, values in found.items()]
     trained = [
         (label, _change(*ends))
@@ -103,7 +104,7 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _training(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A row an environment that is trained on, and one of them together unless there is one alone."""
+    """Make a row for each environment that is trained on, and one for all unless there is only one."""
     environments = trained_environments(rows)
     named = {name: (f"reward/{name}/mean", f"reward/{name}/signal_share") for name in environments}
     if len(named) != 1:
@@ -113,12 +114,12 @@ def _training(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ends = [_ends(rows, metric) for metric in metrics]
         if any(ends):
             table.append([name, *("-" if pair is None else _change(*pair) for pair in ends)])
-    note = f"First and last: means of up to {AVERAGED} steps. A group has signal when its samples differ in reward."
-    return {"headers": ["environment", "reward", "share of groups with signal"], "rows": table, "note": note}
+    note = f"First and last: means of up to {AVERAGED} steps. A group has variance when its samples differ in reward."
+    return {"headers": ["environment", "reward", "share of groups with reward variance"], "rows": table, "note": note}
 
 
 def _ends(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, float] | None:
-    """Means of the metric over its first and its last steps, at most half of all each."""
+    """Average the metric over its first and its last steps, at most half of all each."""
     values = [row[metric] for row in rows if row.get(metric) is not None]
     count = min(AVERAGED, max(1, len(values) // 2))
     return (sum(values[:count]) / count, sum(values[-count:]) / count) if values else None
@@ -145,7 +146,7 @@ def _facts(run_facts: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """First, last, lowest and highest value of every line that is drawn."""
+    """Make a row of first, last, lowest and highest value for every line that is drawn."""
     table = []
     for chart in charts_for(rows):
         for series in line_series(chart, rows):
@@ -154,6 +155,31 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             rounded = {name: round_number(number) for name, number in numbers.items()}
             table.append({"chart": chart.title, "line": series.label, **rounded})
     return table
+
+
+def build_page(data: object, *scripts: str) -> str:
+    """Build a page that fetches nothing, with ``data`` and the ``scripts`` that show it, run in this order."""
+    parts = {
+        "__STYLE__": _read("page.css"),
+        "__SCRIPT__": "\n".join(_read(name) for name in ("base.js", "charts.js", *scripts)),
+        "__REPORT_DATA__": to_script_json(data),  # the last: it may hold any text, these words too
+    }
+    page = _read("page.html")
+    for place, text in parts.items():
+        page = page.replace(place, text, 1)
+    return page
+
+
+def to_script_json(value: object) -> str:
+    """Write strict JSON that cannot leave its ``<script>`` element: a completion may contain ``</script>``."""
+    text = json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"))
+    for character, escape in _ESCAPES.items():
+        text = text.replace(character, escape)
+    return text
+
+
+def _read(name: str) -> str:
+    return (files("megatron_rl.metrics") / "page" / name).read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

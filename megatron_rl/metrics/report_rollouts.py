@@ -1,7 +1,4 @@
-"""The rollouts of a report: some steps of a run, some groups of a step, small enough for a browser to open.
-
-What it costs does not grow with the run: the number of steps is bounded, and a file is read as far as it is shown.
-"""
+"""The rollouts of a report: some steps of a run and some groups of a step, small enough for a browser to open."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ TOKEN_BUDGET = 300_000
 BYTE_BUDGET = 2**26
 """Of long answers a file may have tens of MB; then fewer steps are shown, with more of each."""
 BRANCH = b'"branch": '
-"""What numbers the sequences of a sample in a record's line; older ones have none, nor further sequences."""
+"""Before the number of a sequence in a record's line; older records have none."""
 SAME = ("completion", "finish_reason", "reward", "verdict", "extracted", "greedy")
 """Samples of a group that differ in none of these are shown once."""
 
@@ -27,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 def build_rollouts(folder: Path) -> list[dict[str, Any]]:
-    """One entry a step, of training and then of evaluations, with its groups."""
+    """Return one entry for each step, of training and then of evaluations, with its groups."""
     paths = [path for kind in ("step", "eval") for path in _shown(sorted(folder.glob(f"{kind}_*.jsonl")))]
     budget = TOKEN_BUDGET // max(1, len(paths))
     steps = [_build_step(path, budget) for path in paths]
@@ -40,7 +37,7 @@ def _shown(paths: Sequence[Path]) -> list[Path]:
 
 
 def spread(items: Sequence[Path], limit: int) -> list[Path]:
-    """At most ``limit`` items evenly apart, the first and the last among them."""
+    """Choose at most ``limit`` items evenly apart, the first and the last among them."""
     count = min(len(items), limit)
     return [items[round(index * (len(items) - 1) / max(1, count - 1))] for index in range(count)]
 
@@ -63,10 +60,9 @@ def _build_step(path: Path, budget: int) -> dict[str, Any] | None:
 
 
 def read_groups(path: Path, budget: int) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the first whole groups with ``budget`` tokens to show, at least one group; and the number of all samples.
+    """Read the first whole groups within ``budget`` tokens, at least one: their rows, and the number of all samples.
 
-    Lines that are no rows are left out: a file may have been cut by a full disk. The rows after the budget are
-    counted and not read.
+    Damaged lines are left out. Rows after the budget are counted and not parsed.
     """
     rows: list[dict[str, Any]] = []
     used = recorded = 0
@@ -91,21 +87,18 @@ def read_groups(path: Path, budget: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _begins_a_sample(line: bytes) -> bool:
-    """Whether it is no further sequence of the sample before; known without reading the line's JSON."""
+    """Tell, without parsing the line, whether it is the first sequence of a sample."""
     place = line.find(BRANCH)
     return place < 0 or line[place + len(BRANCH) :].startswith(b"0")
 
 
 def _group_of(row: Row) -> tuple[Any, ...]:
-    """The answers to a held-out task, sampled and greedy, are one group."""
+    """Sampled and greedy answers to a held-out task are one group."""
     return row.get("group"), row["environment"], row["task_id"]
 
 
 def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
-    """The prompt, what the group was worth, and its samples, identical answers once.
-
-    Mean and counts are of the sampled answers, without the greedy one, where there are any.
-    """
+    """Make a group's entry, identical answers once; mean and counts leave the greedy answer out."""
     samples: list[list[Row]] = []
     for row in rows:
         if row.get("branch"):  # it follows its sample's first sequence
@@ -114,7 +107,7 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
             samples.append([row])
     sampled = [sample for sample in samples if not sample[0].get("greedy")] or samples
     rewards = [row["reward"] for row, *_ in sampled if row["reward"] is not None]
-    told = [row.get("correct") for row, *_ in sampled]
+    verdicts = [row.get("correct") for row, *_ in sampled]
     same: dict[tuple[Any, ...], list[list[Row]]] = {}
     for sample in samples:
         same.setdefault(tuple(row.get(name) for row in sample for name in SAME), []).append(sample)
@@ -127,7 +120,7 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
         "count": len(sampled),
         "mean": sum(rewards) / len(rewards) if rewards else None,
         "equal": len(rewards) > 1 and len(set(rewards)) == 1,
-        "correct": sum(bool(right) for right in told) if any(right is not None for right in told) else None,
+        "correct": None if set(verdicts) <= {None} else sum(map(bool, verdicts)),
         "truncated": sum(any(row["finish_reason"] == "length" for row in sample) for sample in sampled),
         "samples": [
             {**_build_sample(identical[0], first["prompt"]), "samples": [row["sample"] for row, *_ in identical]}
@@ -137,11 +130,10 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _build_sample(rows: Sequence[Row], prompt: str) -> dict[str, Any]:
-    """What the page shows of a sample's sequences; its own prompt where it is not ``prompt``, that of the group."""
+    """Make the entry of a sample's sequences; with its own prompt only where it is not that of the group."""
     row, *branches = rows
-    correct, ungraded = row.get("correct"), row["reward"] is None
-    by_reward = correct is not None and not row["verdict"]
-    own = "not graded" if ungraded else {True: "correct", False: "wrong", None: "graded"}[correct]
+    correct = row.get("correct")
+    word = "not graded" if row["reward"] is None else {True: "correct", False: "wrong", None: "graded"}[correct]
     return {
         **_build_sequence(row),
         "prompt": None if row["prompt"] == prompt else _cut(row["prompt"]),
@@ -149,8 +141,8 @@ def _build_sample(rows: Sequence[Row], prompt: str) -> dict[str, Any]:
         "extracted": row["extracted"],
         "greedy": row.get("greedy", False),
         "correct": correct,
-        "verdict": row["verdict"] or own,
-        "by_reward": by_reward,
+        "verdict": row["verdict"] or word,
+        "by_reward": correct is not None and not row["verdict"],
         "error": ": ".join(filter(None, (row["code"], row["message"]))),
         "branches": [
             {

@@ -38,7 +38,7 @@ Status = Literal["running", "finished", "stopped", "failed"]
 
 
 class RunDirectory:
-    """Paths of a run, and the small files that describe it. Only one rank may create or write."""
+    """Paths of a run, and the small files that describe it. Only one rank creates and writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class RunDirectory:
         self.folders = (self.tensorboard, self.rollouts, self.checkpoints, self.logs)
 
     def create(self, config: Mapping[str, Any], config_diff: Mapping[str, Any], command: Sequence[str]) -> None:
-        """Make the layout, or take up an existing run: the start is kept, the new command is added."""
+        """Make the layout; of an existing run keep the start and add the new command."""
         self.logs.mkdir(parents=True, exist_ok=True)  # whoever writes into another folder makes it
         for path, values in ((self.config, config), (self.config_diff, config_diff)):
             write_text_atomic(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -99,11 +99,7 @@ class RunDirectory:
         return read_json_object(self.facts)
 
     def read_settings(self) -> dict[str, Any]:
-        """Of ``config.yaml``: flag's field -> value, whatever its section.
-
-        Raises:
-            ConfigError: it is absent, damaged or another program's.
-        """
+        """Read ``config.yaml``: field -> value, whatever its section; ``ConfigError`` if it is not one of ours."""
         not_one = f"{self.path} is no run directory: {self.config.name}"
         try:
             text = read_text(self.config)
@@ -122,17 +118,17 @@ class RunDirectory:
         return rows[-1]["step"] if rows else None
 
     def holds_run(self) -> bool:
-        """Whether something would be lost here. A start that failed before its first step is nothing."""
+        """Whether there is something to lose. A start that failed before its first step is nothing."""
         if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.glob("[!.]*"))):
             return True
         return self.facts.exists() and self.read_facts().get("status") != "failed"
 
 
 def check_usable(path: Path, resume: bool) -> list[str]:
-    """Why ``path`` cannot be the run directory, one sentence each; empty when it can.
+    """Say why ``path`` cannot be the run directory, one sentence each; empty when it can.
 
-    A directory that exists is fine while it holds no run. With ``resume``, a directory without a run is fine
-    too: the same command then serves the first start and every restart of a scheduler.
+    A directory that exists is fine while it holds no run; with ``resume`` a run is fine, too, but not needed: the same
+    command serves the first start and every restart.
     """
     fault = unwritable(path)
     if fault is not None:
@@ -152,7 +148,7 @@ def check_usable(path: Path, resume: bool) -> list[str]:
 
 
 def unwritable(directory: Path) -> str | None:
-    """Why nothing can be written in ``directory``, which need not be there yet; None where it can."""
+    """Say why nothing can be written in ``directory``, which need not exist yet; None where it can."""
     if os.path.realpath(directory) == "/":
         return f"{directory} is the root of the file system; name a directory for this run alone, such as runs/NAME"
     existing = directory
@@ -174,7 +170,7 @@ def _now() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Python and the packages that decide the numbers; those not installed are left out."""
+    """Return the versions of Python and of the installed packages that decide the numbers."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -183,10 +179,9 @@ def package_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout this library runs from, ``-dirty`` when edited; ``None`` outside a checkout."""
+    """Return the commit of the checkout this library runs from, ``-dirty`` when edited; None outside a checkout."""
     folder = Path(__file__).parent
-    if "site-packages" in folder.parts:
-        # Installed into a virtual environment: the repository around it is the user's, not ours.
+    if "site-packages" in folder.parts:  # the repository around a virtual environment is the user's
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -197,9 +192,9 @@ def git_commit() -> str | None:
 
 
 def typed_command(argv: Sequence[str]) -> list[str]:
-    """The words that start this again, the launcher's included; ``argv`` itself if no command line ends with its flags.
+    """Return the words that start this again, with ``torchrun``, ``-m`` or the interpreter, which ``argv`` leaves out.
 
-    ``argv[0]`` is what Python makes of the program: it says nothing of ``torchrun``, ``-m`` or the interpreter.
+    It is ``argv`` itself if no command line ends with its flags.
     """
     flags, lines = list(argv[1:]), [list(sys.orig_argv)]
     if by_torchrun():

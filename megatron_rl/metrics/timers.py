@@ -11,19 +11,13 @@ from contextlib import contextmanager
 class PhaseTimer:
     """Measures phases and hands them out once a step.
 
-    Phases nest, and the outer one includes the inner. A phase that is open several times at once (grades of
-    many groups in flight) counts the seconds in which at least one was open, so no phase outlasts the step.
-    Name a part of another phase ``gen/prefill``: names with a slash are not added up in the report.
-
-    ``sync`` runs before each reading of the clock; CUDA launches return early, so pass
-    ``torch.cuda.synchronize`` for exact phases at the price of a stall.
+    Phases nest, and the outer one includes the inner. A phase that is open several times at once (grades of several
+    groups) counts the seconds in which at least one was open. Name a part of another phase ``gen/prefill``: the report
+    does not add up names with a slash. ``sync``, such as ``torch.cuda.synchronize``, runs before the clock is read.
     """
 
     def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        sync: Callable[[], None] | None = None,
+        self, *, clock: Callable[[], float] = time.perf_counter, sync: Callable[[], None] | None = None
     ) -> None:
         self._clock = clock
         self._sync = sync

@@ -6,6 +6,7 @@ import logging
 import netrc
 import os
 import queue
+import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -15,7 +16,7 @@ from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from megatron_rl.errors import ConfigError, TrainingError
-from megatron_rl.metrics.samples import TextSample
+from megatron_rl.metrics.rollouts import TextSample
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,8 @@ class Display(MetricWriter, Protocol):
 class MetricLog:
     """Hands each step to the record (``metrics.jsonl``) and then to the displays.
 
-    A display that raises is dropped with one warning: a full TensorBoard disk must not end a training run.
-    The record is what resume and the report read, so losing it is an error. On ranks that report nothing,
-    ``MetricLog()`` takes the calls and does nothing.
+    A display that raises is dropped with one warning. Resume and the report read the record, so losing it is an error.
+    ``MetricLog()``, of ranks that report nothing, does nothing.
     """
 
     def __init__(self, record: MetricWriter | None = None, displays: Sequence[Display] = ()) -> None:
@@ -59,9 +59,8 @@ class MetricLog:
                 self._record.write(step, metrics)
             except OSError as error:
                 raise TrainingError(
-                    f"the metrics of step {step} could not be recorded: {error}; resume and the report need every "
-                    "step, so training stops here; free the disk or repair the mount and resume from the last "
-                    "checkpoint"
+                    f"the metrics of step {step} could not be recorded: {error}; training stops, as resume and the "
+                    "report need every step; free the disk or repair the mount and resume from the last checkpoint"
                 ) from error
         self._show(step, lambda display: display.write(step, metrics))
 
@@ -91,12 +90,11 @@ def _reason(error: Exception) -> str:
 
 
 class TensorBoardWriter:
-    """One scalar a metric. On resume, ``resume_step`` hides what an earlier process wrote after that step."""
+    """Writes one scalar per metric. ``resume_step`` hides what an earlier process wrote after that step."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
         if find_spec("tensorboard") is None:
-            problem = "TensorBoard output is on, but the package is not installed; pip install tensorboard"
-            raise ConfigError([problem])
+            raise ConfigError(["TensorBoard output is on, but the package is not installed; pip install tensorboard"])
         # Here, not above: the import takes seconds and brings torch.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -111,10 +109,9 @@ class TensorBoardWriter:
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
         """Add one text a sample; TensorBoard reads Markdown, in which an indented line is text as it is."""
         for sample in samples:
-            parts = (("prompt", sample.prompt), ("answer", sample.answer), ("reward", sample.verdict))
-            texts = ("    " + text.replace("\n", "\n    ") for _, text in parts)
-            text = "\n\n".join(f"{name}:\n\n{block}" for (name, _), block in zip(parts, texts, strict=True))
-            self._events.add_text(f"samples/{sample.which}", text, step)
+            parts = {"prompt": sample.prompt, "answer": sample.answer, "reward": sample.verdict}
+            blocks = (f"{name}:\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in parts.items())
+            self._events.add_text(f"samples/{sample.which}", "\n\n".join(blocks), step)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -125,12 +122,12 @@ Mode = Literal["offline", "online", "disabled"]
 
 
 def wandb_mode(asked: Mode | None) -> str:
-    """``asked``, or else what the environment variable ``WANDB_MODE`` says, or else online where there is a key."""
+    """Return ``asked``, else the environment variable ``WANDB_MODE``, else online where there is a key."""
     return asked or os.environ.get("WANDB_MODE") or ("online" if knows_wandb() else "offline")
 
 
 def knows_wandb() -> bool:
-    """Whether there is an API key: in ``WANDB_API_KEY``, or where ``wandb login`` puts it."""
+    """Look for an API key in ``WANDB_API_KEY``, and where ``wandb login`` puts it."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
     try:
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host))
@@ -139,10 +136,10 @@ def knows_wandb() -> bool:
 
 
 class WandbWriter:
-    """Weights & Biases, fed from a daemon thread: training never waits for it.
+    """Feeds Weights & Biases from a daemon thread: training never waits for it.
 
-    Where the client is missing or fails, one warning says so. Opening and logging may hang for ever (a login prompt,
-    a proxy that swallows packets): then the rows wait in memory, and the thread is left behind in the end.
+    Where the client is missing or fails, one warning says so. Where it hangs (a login prompt, a proxy), rows wait in
+    memory, and the thread is left behind in the end.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from megatron_rl.algorithms.passk import pass_at_k
+from megatron_rl.metrics.evaluation import pass_at_k
 from megatron_rl.platform.collectives import gather_vectors
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.prompt_source import ExpectedLengths, RequestFactory

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.environments.client import ServedEnvironment
+from megatron_rl.environments.wire import ServedEnvironment
+from megatron_rl.metrics.console import format_table
 from megatron_rl.metrics.evaluation import by_environment
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import Platform

@@ -22,14 +22,19 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.atomic import Dispensable, remove
 from megatron_rl.config.rl_config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.environments.child import importable
-from megatron_rl.metrics.console import ConsoleWriter
+from megatron_rl.metrics.console import ConsoleWriter, print_table
 from megatron_rl.metrics.evaluation import by_environment, result_table, with_average
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
 from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.rollouts import rows_by_group, training_rows, write_rows
+from megatron_rl.metrics.rollouts import (
+    TextSample,
+    rows_by_group,
+    samples_of,
+    training_rows,
+    worst_and_best,
+    write_rows,
+)
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.metrics.samples import TextSample, samples_of, worst_and_best
-from megatron_rl.metrics.table import print_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbWriter, wandb_mode
 from megatron_rl.models.gpt import PolicyModel

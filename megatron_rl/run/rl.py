@@ -109,7 +109,7 @@ class RLRun(TrainingRun):
         self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome
     ) -> dict[str, float]:
         """Of a step that is done; its rollouts count from now on. Collective."""
-        replicas, signal = self.groups.rollout_group, rewards.signal[list(rollouts.numbers)].tolist()
+        replicas, signal = self.groups.rollout_group, rewards.informative[list(rollouts.numbers)].tolist()
         return {
             **rollout_metrics(list(rollouts.answered.values()), replicas),
             **engine_metrics(rollouts.statistics, replicas),

@@ -18,8 +18,8 @@ from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RunState, StartingWeights, read_run_state
 from megatron_rl.checkpoint.tensors import fingerprints
-from megatron_rl.config.critic import critic_config
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.training import critic_config
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
 from megatron_rl.models.gpt import PolicyModel, build_model

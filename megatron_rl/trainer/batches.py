@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.batch import KINDS, Sample, TokenBatch
+from megatron_rl.algorithms.batch import SAMPLE_FIELDS, Sample, TokenBatch
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.families.architecture import ONE_STAGE, Stages
 from megatron_rl.platform.collectives import gather_vectors, max_over
@@ -168,7 +168,7 @@ def _key(sample: Sample) -> tuple[int, int]:
 def _flat(sample: Sample) -> Tensor:
     """Rows, the other two dimensions and the dtype of each field, then all fields as bytes, filled up to 8: int64."""
     header, parts = [], []
-    for name, kind in KINDS.items():
+    for name, kind in SAMPLE_FIELDS.items():
         value = getattr(sample, name)
         field = torch.empty(0, dtype=torch.bool) if value is None else torch.as_tensor(value, dtype=kind.dtype)
         header += [*field.shape, 1, 1, 1][:3] + [_DTYPES.index(field.dtype)]
@@ -180,12 +180,12 @@ def _flat(sample: Sample) -> Tensor:
 def _samples(flat: Tensor) -> Iterator[Sample]:
     """The inverse of ``_flat``, for any number of samples."""
     while flat.numel():
-        header = flat[: 4 * len(KINDS)].view(-1, 4).tolist()
+        header = flat[: 4 * len(SAMPLE_FIELDS)].view(-1, 4).tolist()
         sizes = [math.prod(shape) * _DTYPES[number].itemsize for *shape, number in header]
-        words = 4 * len(KINDS) - sum(sizes) // -8
-        parts = flat[4 * len(KINDS) : words].view(torch.uint8).split([*sizes, -sum(sizes) % 8])
+        words = 4 * len(SAMPLE_FIELDS) - sum(sizes) // -8
+        parts = flat[4 * len(SAMPLE_FIELDS) : words].view(torch.uint8).split([*sizes, -sum(sizes) % 8])
         fields: dict[str, Any] = {}
-        for (name, kind), (*shape, number), part in zip(KINDS.items(), header, parts[:-1], strict=True):
+        for (name, kind), (*shape, number), part in zip(SAMPLE_FIELDS.items(), header, parts[:-1], strict=True):
             value = part.clone().view(_DTYPES[number])  # a view would keep the whole exchange in memory
             if not kind.per_token:
                 fields[name] = value.item()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithms.batch import KINDS, Packing, Sample, TokenBatch
+from megatron_rl.algorithms.batch import SAMPLE_FIELDS, Packing, Sample, TokenBatch
 from megatron_rl.errors import ConfigError, TrainingError
 
 
@@ -117,7 +117,7 @@ def _moved(record: Any, device: torch.device | str) -> Any:
 def _end_to_end(samples: Sequence[Sample], padding: int, dummies: int) -> Sample:
     """The fields of all as `Kind` has them, with ``padding`` tokens of ``dummies`` sequences."""
     laid: dict[str, Any] = {}
-    for name, kind in KINDS.items():
+    for name, kind in SAMPLE_FIELDS.items():
         values = [getattr(sample, name) for sample in samples]
         if kind.on_host:
             laid[name] = tuple(values)

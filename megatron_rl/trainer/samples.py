@@ -11,7 +11,7 @@ import torch
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.extension import Baseline
-from megatron_rl.algorithms.groups import groups_with_signal
+from megatron_rl.algorithms.groups import informative_groups
 from megatron_rl.errors import ConfigError
 from megatron_rl.platform.collectives import gather_vectors
 from megatron_rl.platform.groups import ParallelGroups
@@ -66,7 +66,7 @@ class SampleBuilder:
         if parts is not None:
             valid = self._whole(parts, valid)
         rewarded = [rewards] if parts is None else parts.unbind(1)
-        signal = torch.stack([groups_with_signal(self.baseline, one, valid, group_index) for one in rewarded]).any(0)
+        signal = torch.stack([informative_groups(self.baseline, one, valid, group_index) for one in rewarded]).any(0)
         in_loss = valid & (signal[group_index] | self.keep_groups_without_signal)
         truncated = columns[4].bool()
         if self.masks_truncated:
@@ -133,10 +133,10 @@ def _sample(number: int, sequence: Branch, rollout: Rollout, sample_id: int) -> 
 
 def reward_metrics(step: StepRewards) -> dict[str, float]:
     """Rewards, and how much of the rollout carries a signal, under verl's names."""
-    signal, rewards = float(step.signal.sum()), step.rewards[step.valid]
+    signal, rewards = float(step.informative.sum()), step.rewards[step.valid]
     metrics = {
         "training/groups_with_signal": signal,
-        "training/signal_share": signal / max(step.signal.numel(), 1),
+        "training/signal_share": signal / max(step.informative.numel(), 1),
         "training/failed_grades": float((~step.valid).sum()),
     }
     if rewards.numel():

@@ -97,7 +97,7 @@ class TestAdvantages:
             return
         step = step_rewards(self.rewards, self.valid, self.groups, ADVANTAGES.get(name).BASELINE)
         advantages = self.run(name, self.rewards, self.valid)
-        assert advantages[step.signal[self.groups]].sum().item() == pytest.approx(0.0, abs=1e-6)
+        assert advantages[step.informative[self.groups]].sum().item() == pytest.approx(0.0, abs=1e-6)
 
     def test_equal_rewards_have_no_advantage(self, name: str) -> None:
         if ADVANTAGES.get(name).BASELINE != "critic":

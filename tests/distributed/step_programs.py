@@ -27,10 +27,10 @@ from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.rollout import conversations
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.run.progress import Progress
+from megatron_rl.run.reporting import sequence_advantages
 from megatron_rl.run.rl import RLRun
 from megatron_rl.signals import StopRequest
 from megatron_rl.supervised import supervised_step
-from megatron_rl.trainer.policy import sequence_advantages
 from megatron_rl.types import Branch, Grade, RolloutGroup
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
 from tests.support.tiny import tiny_config

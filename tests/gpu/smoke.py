@@ -72,7 +72,7 @@ def attention(stored: str) -> str:
 
 def draws() -> str:
     """The draw of a decode step against a CPU's."""
-    from megatron_rl.algorithms.counter_random import uniform
+    from megatron_rl.arithmetic import uniform
     from megatron_rl.inference.sampler import SamplingTensors, draw
 
     rows, columns, drawn = 32, 151665, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.algorithms.counter_random import uniform
+from megatron_rl.arithmetic import uniform
 from megatron_rl.inference.sampler import SamplingTensors, draw
 from tests.unit.inference.test_sampling_kernel import DrawChecks
 

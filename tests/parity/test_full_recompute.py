@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_rl.algorithms.counter_random import uniform
+from megatron_rl.arithmetic import uniform
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.trainer.scoring import Scorer

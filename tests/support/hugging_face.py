@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import HfModel
 from megatron_rl.models.gpt import PolicyModel

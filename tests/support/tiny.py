@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 
 VOCABULARY = 32

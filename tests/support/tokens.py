@@ -11,7 +11,7 @@ import torch
 from megatron_rl.algorithms import StepRewards, TokenBatch
 from megatron_rl.algorithms.batch import CriticValues, Packing, Sample
 from megatron_rl.algorithms.extension import Composed, Function
-from megatron_rl.algorithms.groups import groups_with_signal
+from megatron_rl.algorithms.groups import informative_groups
 from megatron_rl.registry import CORRECTIONS
 
 
@@ -73,7 +73,7 @@ def step_rewards(
     loss_tokens: torch.Tensor | None = None,
 ) -> StepRewards:
     """A step of these samples, of one token each unless said; those of groups without a signal are not in the loss."""
-    signal = groups_with_signal(baseline, rewards, valid, group_index)
+    signal = informative_groups(baseline, rewards, valid, group_index)
     loss_tokens = torch.ones_like(group_index) if loss_tokens is None else loss_tokens
     return StepRewards(rewards, valid, group_index, signal, valid & signal[group_index], loss_tokens)
 

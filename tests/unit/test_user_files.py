@@ -12,8 +12,8 @@ from megatron_rl import cli
 from megatron_rl.chat import read_template
 from megatron_rl.cli import serve
 from megatron_rl.cli.generate import read_prompts
-from megatron_rl.config.read import read_config
-from megatron_rl.config.saved import saved_model
+from megatron_rl.config.arguments import read_config
+from megatron_rl.config.model_directory import saved_model
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data.layouts import Layout
 from megatron_rl.environments.data.rows import Source, read_rows

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ModelLayout
+from megatron_rl.metrics.console import format_table
 from megatron_rl.metrics.rundir import git_commit, package_versions
-from megatron_rl.metrics.table import format_table
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task

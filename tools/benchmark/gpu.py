@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.console import format_table
 from megatron_rl.platform import current_platform
 from tools.benchmark.common import Shape, benchmark_config, provenance, ranks_of, write_record
 from tools.benchmark.on_gpu import engines, kernels, training

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.console import format_table
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 560.0

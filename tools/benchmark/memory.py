@@ -25,11 +25,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import Problem
+from megatron_rl.metrics.console import format_table
 from megatron_rl.metrics.rundir import git_commit
-from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform

@@ -15,8 +15,7 @@ class Advantage(Extension):
     BASELINE = "batch"
 
     epsilon: float = option(1e-6, gt=0)
-    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+    """Added to the standard deviation, in units of reward."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``."""
         return batch.of_samples(normalised(batch.step.rewards, batch.step.valid, self.epsilon)), {}

@@ -16,5 +16,4 @@ class Advantage(Extension):
     """``r - mean`` over the valid samples of the group."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``; 0 where the group has no other valid sample."""
         return batch.of_samples(group_statistics(batch.step).centred), {}

@@ -48,11 +48,9 @@ class Advantage(Extension):
 
     @property
     def whitening_epsilon(self) -> float | None:
-        """See ``Extension``."""
         return self.epsilon if self.whiten else None
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``."""
         return self._estimate(batch, self._lambda(batch)), {}
 
     def returns(self, batch: TokenBatch, advantages: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Advantage(Extension):
     weights: str = option("")
     """Their weights, joined by +; without it 1 each."""
     epsilon: float = option(1e-6, gt=0)
-    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+    """Added to the standard deviation, in units of reward."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class Advantage(Extension):
         return tuple(map(float, self.weights.split("+"))) if self.weights else (1.0,) * len(self.reward_names)
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``; 0 of samples that are not trained on."""
+        """0 of samples that are not trained on."""
         step = batch.step
         parts = step.rewards[:, None] if step.parts is None else step.parts
         total = torch.zeros(step.rewards.numel(), dtype=torch.float64)

@@ -13,9 +13,8 @@ class Advantage(Extension):
     """``(r - mean) / (std + epsilon)`` over the valid samples of the group, std with ddof 1."""
 
     epsilon: float = option(1e-6, gt=0)
-    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+    """Added to the standard deviation, in units of reward."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``; 0 where the group has no other valid sample."""
         group = group_statistics(batch.step)
         return batch.of_samples(group.centred / (group.std + self.epsilon)), {}

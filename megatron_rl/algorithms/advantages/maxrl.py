@@ -28,11 +28,7 @@ class Advantage(Extension):
         return self.lowest
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``; 0 where the group has no other valid sample.
-
-        Raises:
-            ConfigError: a reward is below ``lowest``: the mean that divides could be negative and turn every sign.
-        """
+        """Raises ``ConfigError`` for a reward below ``lowest``: a negative mean would turn every sign."""
         known = batch.step.rewards[batch.step.valid]
         if known.numel() and float(known.min()) < self.lowest:
             raise ConfigError([

@@ -21,9 +21,9 @@ class Advantage(Extension):
     BASELINE = "batch"
 
     epsilon: float = option(1e-6, gt=0)
-    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+    """Added to the standard deviation, in units of reward."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``; 0 of samples that are not trained on."""
+        """0 of samples that are not trained on."""
         step = batch.step
         return batch.of_samples(normalised(step.rewards, step.in_loss * step.loss_tokens, self.epsilon)), {}

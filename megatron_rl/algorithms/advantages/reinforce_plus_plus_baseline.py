@@ -18,10 +18,10 @@ class Advantage(Extension):
     """
 
     epsilon: float = option(1e-6, gt=0)
-    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+    """Added to the standard deviation, in units of reward."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``; 0 of samples that are not trained on."""
+        """0 of samples that are not trained on."""
         step = batch.step
         centred = group_statistics(step).centred
         return batch.of_samples(normalised(centred, step.in_loss * step.loss_tokens, self.epsilon)), {}

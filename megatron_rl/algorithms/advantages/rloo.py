@@ -16,6 +16,5 @@ class Advantage(Extension):
     """``r - (sum - r) / (n - 1)``, which is ``(r - mean) n / (n - 1)``, over the group's n valid samples."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """See ``Extension``; 0 where the group has no other valid sample."""
         group = group_statistics(batch.step)
         return batch.of_samples(group.centred * group.count / (group.count - 1).clamp_min(1)), {}

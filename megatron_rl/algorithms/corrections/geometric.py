@@ -14,9 +14,8 @@ from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ra
 class Correction(Extension):
     """1 for sequences whose ``exp(mean log ratio over loss tokens)`` lies in ``[lower, upper]``, else 0.
 
-    It rejects and does not weigh: compose it with ``token_tis`` to do both. The denominator is the one before
-    rejection. The mean over a sequence is far narrower than the ratios of its tokens, and so is the default range.
-    Of a sample of several sequences each is judged for itself.
+    It rejects and does not weigh: compose it with ``token_tis`` to do both. The mean over a sequence varies far less
+    than the ratios of its tokens, so the default range is narrow. Each sequence of a sample is judged for itself.
     """
 
     LEVEL = "sequence"
@@ -27,7 +26,6 @@ class Correction(Extension):
     """Sequences of a larger ratio are rejected."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         log_ratios = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask)
         ratio = batch.sequence_means(log_ratios).exp()
         rejected = batch.in_loss & ((ratio < self.lower) | (ratio > self.upper))[batch.sequence_index]

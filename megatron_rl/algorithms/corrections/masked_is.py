@@ -11,7 +11,7 @@ from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ra
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Extension):
-    """``pi_old / pi_inference`` inside ``[lower, upper]``, 0 outside. The denominator is the one before rejection.
+    """``pi_old / pi_inference`` inside ``[lower, upper]``, 0 outside.
 
     A quantised rollout has a mean gap of about 0.02 nats: only outliers lie outside the default range.
     """
@@ -22,7 +22,6 @@ class Correction(Extension):
     """Larger ratios are rejected."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
         rejected = batch.in_loss & ((ratio < self.lower) | (ratio > self.upper))
         return torch.where(batch.in_loss & ~rejected, ratio, 0.0), {CLIPPED: rejected}

@@ -12,5 +12,4 @@ class Correction(Extension):
     """1 at loss tokens."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         return batch.in_loss.float(), {}

@@ -18,7 +18,6 @@ class Correction(Extension):
     """The largest weight."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         ratio = self.ratio(batch)
         weights = torch.where(batch.in_loss, ratio.clamp_max(self.cap), 0.0)
         return weights, {CLIPPED: batch.in_loss & (ratio > self.cap)}

@@ -14,8 +14,8 @@ from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ra
 class Correction(Extension):
     """1, and 0 for sequences with a loss token of ``pi_old / pi_inference < veto``.
 
-    It guards against broken tokens and does not weigh: compose it, as in ``token_tis+veto``. The denominator
-    is the one before rejection. Other sequences of the same sample stay.
+    It guards against broken tokens and does not weigh: compose it, as in ``token_tis+veto``. Other sequences of the
+    same sample stay.
     """
 
     LEVEL = "sequence"
@@ -24,7 +24,6 @@ class Correction(Extension):
     """One smaller ratio rejects its sequence. Ratios are told apart down to 2e-9."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
         vetoes = batch.sequence_sums((ratio < self.veto).float())
         rejected = batch.in_loss & (vetoes > 0)[batch.sequence_index]

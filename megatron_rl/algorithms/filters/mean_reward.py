@@ -28,7 +28,6 @@ class Filter(GroupFilter):
             raise ConfigError([f"low={self.low:g} is above high={self.high:g}: no group would count; swap them"])
 
     def __call__(self, rewards: Tensor) -> bool:
-        """See ``GroupFilter``."""
         if not rewards.numel() or not rewards.max() > rewards.min():
             return False
         return self.low <= float(rewards.double().mean()) <= self.high

@@ -17,5 +17,4 @@ class Filter(GroupFilter):
     """Not all rewards are equal."""
 
     def __call__(self, rewards: Tensor) -> bool:
-        """See ``GroupFilter``."""
         return rewards.numel() > 0 and bool(rewards.max() > rewards.min())

@@ -13,8 +13,7 @@ from megatron_rl.algorithms import Extension, LossInputs, Terms, log_ratio, opti
 class Loss(Extension):
     """``-sg[clip(rho, 1 - eps_lower, 1 + eps_upper)] A log pi_current``; a clipped token keeps its gradient.
 
-    The value is no distance of any kind, only its gradient means something. A token counts as clipped whatever the sign
-    of its advantage. Not reduced: it has no denominator of its own.
+    Only the gradient of the value means something. A token counts as clipped whatever the sign of its advantage.
     """
 
     clamp_eps_lower: float = option(1.0, gt=0, le=1)
@@ -23,7 +22,6 @@ class Loss(Extension):
     """The ratio is clipped above at ``1 + clamp_eps_upper``; the paper gives no number."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         lower, upper = 1 - self.clamp_eps_lower, 1 + self.clamp_eps_upper
         in_loss = batch.in_loss
         ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp().detach()

@@ -12,10 +12,7 @@ from megatron_rl.algorithms import Extension, LossInputs, Terms, log_ratio, opti
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Extension):
-    """``clipped_surrogate`` of ``rho = pi_current / pi_old`` at each token.
-
-    Not reduced, so it has no denominator of its own.
-    """
+    """``clipped_surrogate`` of ``rho = pi_current / pi_old`` at each token."""
 
     clamp_eps_lower: float = option(0.2, gt=0, le=1)
     """The ratio is clipped below at ``1 - clamp_eps_lower``; 1 leaves that side open."""
@@ -26,7 +23,6 @@ class Loss(Extension):
     gradient of unchanged tokens."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp()
         return self.clipped_surrogate(ratio, batch)
 

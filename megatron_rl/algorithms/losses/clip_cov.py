@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import Terms, TokenBatch, option
-from megatron_rl.algorithms.counter_random import uniform
 from megatron_rl.algorithms.covariance import TokenSelection, places
 from megatron_rl.algorithms.losses import clip
+from megatron_rl.arithmetic import uniform
 from megatron_rl.errors import ConfigError
 
 

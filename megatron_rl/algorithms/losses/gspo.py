@@ -25,12 +25,9 @@ class Loss(clip.Loss):
     AGGREGATION = "sequence-mean"
 
     clamp_eps_lower: float = option(3e-4, gt=0, le=1)
-    """See ``clip``."""
     clamp_eps_upper: float = option(4e-4, gt=0)
-    """See ``clip``."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         token_log_ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask)
         means = batch.sequence_means(token_log_ratio.detach())
         # token_log_ratio - its detached self is 0 and carries the token's gradient.

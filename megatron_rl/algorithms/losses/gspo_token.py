@@ -19,6 +19,4 @@ class Loss(gspo.Loss):
     AGGREGATION = "sequence-mean"
 
     clamp_eps_lower: float = option(3e-4, gt=0, le=1)
-    """See ``clip``."""
     clamp_eps_upper: float = option(4e-4, gt=0)
-    """See ``clip``."""

@@ -14,7 +14,7 @@ class Loss(Extension):
     """``-4 / tau sigmoid(tau (rho - 1)) A``, with ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
 
     Its gradient is that of ``-rho A`` times ``4 p (1 - p)``, p being the sigmoid: 1 at rho = 1, and falling on both
-    sides. Not reduced, so it has no denominator of its own.
+    sides.
     """
 
     AGGREGATION = "sequence-mean"
@@ -25,7 +25,6 @@ class Loss(Extension):
     """Temperature elsewhere; the paper's is larger, as pushing a token down spreads over all others."""
 
     def __call__(self, batch: LossInputs) -> Terms:
-        """See ``Extension``."""
         in_loss, advantages = batch.in_loss, batch.advantages
         ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp()
         tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg)

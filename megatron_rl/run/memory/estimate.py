@@ -14,7 +14,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import Problem
 from megatron_rl.families import ModelLayout
-from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.console import format_table
 from megatron_rl.quantization.shapes import storage_of
 from megatron_rl.run.memory.estimate_parts import (
     FP32,

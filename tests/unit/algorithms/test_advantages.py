@@ -28,7 +28,7 @@ from megatron_rl.algorithms.advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from megatron_rl.algorithms.groups import groups_with_signal
+from megatron_rl.algorithms.groups import informative_groups
 from megatron_rl.errors import ConfigError
 from tests.support.tokens import one_token_a_sample, step_rewards, token_batch
 
@@ -159,25 +159,25 @@ def test_a_masked_reward_may_be_nan() -> None:
         assert torch.equal(run(module.Advantage(), rewards), run(module.Advantage()))
 
 
-def test_groups_with_signal() -> None:
+def test_informative_groups() -> None:
     #          group 0: 1, 0    1: 1, 1, masked 0    2: 1, masked 0    3: both masked
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
     groups = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3, 3])
     valid = torch.tensor([True, True, True, True, False, True, False, False, False])
-    assert groups_with_signal("group", rewards, valid, groups).tolist() == [True, False, False, False]
-    assert groups_with_signal("batch", rewards, valid, groups).tolist() == [True, True, True, False]
+    assert informative_groups("group", rewards, valid, groups).tolist() == [True, False, False, False]
+    assert informative_groups("batch", rewards, valid, groups).tolist() == [True, True, True, False]
 
 
 def test_a_batch_of_equal_rewards_has_no_signal() -> None:
     rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
     valid = torch.tensor([True, True, True, False])
-    assert groups_with_signal("batch", rewards, valid, groups).tolist() == [False, False]
+    assert informative_groups("batch", rewards, valid, groups).tolist() == [False, False]
 
 
 def test_no_samples_have_no_advantages() -> None:
     nothing = (torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
     assert run(grpo.Advantage(), *nothing).shape == (0,)
-    assert groups_with_signal("group", *nothing).shape == groups_with_signal("batch", *nothing).shape == (0,)
+    assert informative_groups("group", *nothing).shape == informative_groups("batch", *nothing).shape == (0,)
 
 
 def test_an_epsilon_that_divides_by_nothing_is_refused() -> None:

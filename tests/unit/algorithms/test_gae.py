@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.advantages import gae
-from megatron_rl.algorithms.groups import groups_with_signal
+from megatron_rl.algorithms.groups import informative_groups
 from megatron_rl.errors import ConfigError
 from tests.support.tokens import step_rewards, token_batch
 
@@ -159,8 +159,8 @@ def test_large_values_take_no_digits_from_a_small_reward() -> None:
 def test_every_group_carries_a_signal() -> None:
     rewards, valid = torch.ones(4), torch.tensor([True, True, True, False])
     groups = torch.tensor([0, 0, 1, 2])
-    assert groups_with_signal("critic", rewards, valid, groups).tolist() == [True, True, False]
-    assert groups_with_signal("batch", rewards, valid, groups).tolist() == [False, False, False]
+    assert informative_groups("critic", rewards, valid, groups).tolist() == [True, True, False]
+    assert informative_groups("batch", rewards, valid, groups).tolist() == [False, False, False]
 
 
 @pytest.mark.parametrize("options", [{"gamma": 1.1}, {"gae_lambda": -0.1}, {"gae_lambda": 1.5}, {"length_alpha": 0.0}])

@@ -85,7 +85,7 @@ def test_rewards_come_from_the_grades_and_any_of_them_is_a_signal(one_rank: Para
         with_format(graded_group([0.0, None, 1.0]), [0.5, None, 0.5]),
     ]
     _, step = builder.build(rollouts, range(3), 0)
-    assert step.signal.tolist() == [True, False, True]
+    assert step.informative.tolist() == [True, False, True]
     assert step.parts[step.valid].tolist() == [[1, 0], [1, 1], [0, 1], [0, 1], [0, 0.5], [1, 0.5]]
     assert gdpo.Advantage(rewards="reward+format")(one_token_a_sample(step))[0][2:4].tolist() == [0.0, 0.0]
 
@@ -100,7 +100,7 @@ def test_a_grade_without_one_of_the_rewards_is_masked(one_rank: ParallelGroups) 
     samples, step = builder.build(rollouts, range(2), 0)
     assert step.valid.tolist() == step.in_loss.tolist() == [True, True, False, True]
     assert [sample.sample_id for sample in samples] == [0, 1, 3]
-    assert step.signal.tolist() == [True, False]
+    assert step.informative.tolist() == [True, False]
     assert reward_metrics(step)["training/failed_grades"] == 1
     with pytest.raises(ConfigError, match="1 of 4 grades of this step have no metric 'format'"):
         replace(builder, max_failed_share=0.2).build(rollouts, range(2), 0)

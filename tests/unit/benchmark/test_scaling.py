@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.run.memory.estimate import estimate
 from tools.benchmark import scaling
 from tools.benchmark.on_gpu import shapes

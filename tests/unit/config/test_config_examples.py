@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.config.rules import notes, validate
 from tests.support.flags import parse_config

@@ -26,7 +26,6 @@ def test_the_sections():
 def test_a_flag_is_documented_and_its_default_is_allowed(flag: Flag):
     assert flag.note or flag.help.endswith(".")
     assert len(flag.note or flag.help) > 10
-    assert flag.default is not None or flag.optional
     if flag.default is not None and not flag.many:
         assert flag.refusal(flag.default) is None
         assert type(flag.default) is flag.kind

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.errors import ConfigError
 from megatron_rl.run.preflight import extension_problems
@@ -204,7 +204,7 @@ def test_help_goes_to_standard_output_and_exits(token, all_shown, capsys):
 
 def test_importing_and_parsing_needs_no_torch():
     script = (
-        "import sys; from megatron_rl.config.read import read_config; read_config(['--num-layers', '2'], 1); "
+        "import sys; from megatron_rl.config.arguments import read_config; read_config(['--num-layers', '2'], 1); "
         "sys.exit(' '.join({'torch', 'numpy', 'megatron', 'transformers'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -216,7 +216,7 @@ ONE_PROBLEM = [
     ({"rl_top_k": "50"}, 1, ["--rl-top-k 50", "whole distribution", "--rl-top-k 0"]),
     (
         {"rl_inference_engine": "mcore", "rl_kv_overcommit": "1.5"}, 1,
-        ["--rl-kv-overcommit 1.5", "mcore", "leave it out, or use --rl-inference-engine rollout"],
+        ["--rl-kv-overcommit 1.5", "mcore", "which has its own KV cache; leave it out"],
     ),
     ({"rl_inference_engine": "mcore", "rl_top_p": "0.9"}, 1, ["--rl-top-p 0.9", "--rl-top-p 1"]),
     (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.critic import critic_config
 from megatron_rl.config.rl_config import resolve
+from megatron_rl.config.training import critic_config
 from megatron_rl.run.preflight import extension_problems
 from tests.support.tiny import tiny_config
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli.options import read_ranks
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 
 REPOSITORY = Path(__file__).parents[3]

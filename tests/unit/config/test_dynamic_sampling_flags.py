@@ -41,8 +41,8 @@ def test_groups_kept_are_a_step_old_and_corrected(config, problems):
     ("changes", "text"),
     [
         ({"rl_oversampling": "7"}, "--rl-oversampling 7 is less than --grpo-prompts-per-step 8; use 8 or more"),
-        ({"rl_keep_zero_variance_groups": True}, "replaces groups without a signal by others"),
-        ({"grpo_group_size": "1", "rl_advantage": "batch_norm"}, "so no group would ever count; use 2 or more"),
+        ({"rl_keep_zero_variance_groups": True}, "replaces groups of equal rewards by others"),
+        ({"grpo_group_size": "1", "rl_advantage": "batch_norm"}, "differs from no other; use 2 or more"),
     ],
 )
 def test_what_can_never_succeed_is_refused(problems, changes, text):

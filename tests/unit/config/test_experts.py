@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import resolve
 
 TENSOR = {"tensor_model_parallel_size": "2", "sequence_parallel": True}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.arguments import foreign_flags, read_config
 from megatron_rl.config.flags import flags_of
-from megatron_rl.config.hints import TABLE, foreign, foreign_hint
-from megatron_rl.config.read import read_config
 from megatron_rl.config.rl_config import all_flags, typed_settings
 
+TABLE = Path(__file__).parents[3] / "megatron_rl" / "config" / "foreign_flags.txt"
 OURS = {text for flag in all_flags() for text in flag.spellings}
 
 
@@ -24,7 +24,7 @@ def test_every_hint_names_flags_that_are_there_and_no_flag_of_ours_has_another()
     from megatron_rl.cli.options import Ranks
 
     known = OURS | {text for flag in flags_of(Ranks) for text in flag.spellings} | {"nnodes", "nproc-per-node"}
-    for word, hint in foreign().items():
+    for word, hint in foreign_flags().items():
         flags = [part.removeprefix("--") for part in shlex.split(hint) if part.startswith("--")]
         assert set(flags) <= known and bool(flags) == bool(hint), (word, hint)
         assert word.replace("_", "-") not in OURS or flags == [word.replace("_", "-")]
@@ -34,9 +34,10 @@ def test_the_table_is_the_one_of_the_document_row_by_row():
     text = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text(encoding="utf-8")
     tables = text[text.index("## TRL") : text.index("## Megatron-LM")]
     rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", tables, re.MULTILINE)
-    assert [f"{theirs} | {ours}".replace("`", "") for theirs, ours in rows] == TABLE.splitlines()
+    ours = TABLE.read_text(encoding="utf-8").splitlines()
+    assert [f"{left} | {right}".replace("`", "") for left, right in rows] == ours
     words = {word for theirs, _ in rows for word in re.findall("`([^`]+)`", theirs)}
-    assert set(foreign()) == {word.lower() for word in words} | {word.partition("=")[0] for word in words}
+    assert set(foreign_flags()) == {word.lower() for word in words} | {word.partition("=")[0] for word in words}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,6 @@ def test_the_table_is_the_one_of_the_document_row_by_row():
      "data.reward_weights", "val_kwargs.temperature", "some.n", "reward_model.n_gpus_per_node"],
 )  # fmt: skip
 def test_a_word_of_which_only_the_end_is_known_gets_no_hint(word: str):
-    assert foreign_hint(word) is None
     assert f"--{word} is not a flag; --help-all lists all flags" in _problems(f"--{word}", "1")
 
 

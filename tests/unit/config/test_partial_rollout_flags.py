@@ -28,7 +28,7 @@ def test_what_is_typed_wins(config, problems):
     [
         ({"rl_generation_lag": "0"}, "--rl-generation-lag 0 with --rl-partial-rollouts: what is left"),
         ({"rl_generation_lag": "0.5"}, "use 1 or more"),
-        ({"rl_oversampling": "8"}, "is not more than --grpo-prompts-per-step 8, so no group would be put aside; use 9"),
+        ({"rl_oversampling": "8"}, "is not more than --grpo-prompts-per-step 8; use 9 or more"),
         ({"rl_oversampling": "17", "rl_generation_lag": "1"}, "17 is more than 2 steps of 8 groups can finish in time "
          "(--rl-generation-lag 1); use at most 16, or --rl-stale-samples drop"),
         ({"rl_dynamic_sampling": True}, "with --rl-dynamic-sampling, which waits for the first groups that count"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import notes
 

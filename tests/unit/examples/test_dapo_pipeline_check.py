@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.environments.checks import survey_tasks
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from tests.support.forks import run_python
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import LayerKind, read_model
 from megatron_rl.registry import FAMILIES

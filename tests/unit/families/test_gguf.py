@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.cli import main
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import model_directory
 from megatron_rl.families.gguf import cached_import, import_gguf

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli.train import check
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import model_directory, read_model
 from megatron_rl.families.family import SMALL

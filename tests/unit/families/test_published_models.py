@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import HfModel, read_model
 from megatron_rl.registry import FAMILIES

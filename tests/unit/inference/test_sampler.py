@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron_rl.algorithms.counter_random import uniform
+from megatron_rl.arithmetic import uniform
 from megatron_rl.inference.sampler import SamplingTensors, draw, sample_seed
 
 HAND = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()

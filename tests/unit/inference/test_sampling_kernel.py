@@ -104,7 +104,7 @@ else:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
     @pytest.mark.parametrize("tempered", [False, True])
     def test_they_compile_for_hopper_without_spills(tempered, monkeypatch, tmp_path):
-        from megatron_rl.inference.sampling_kernel import CHUNK, chunks_kernel, pick_kernel
+        from megatron_rl.inference.sampling_kernel import CHUNK, chunks_kernel, select_kernel
 
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         fp32 = dict.fromkeys(("logits", "numbers", "temperature", "largest", "sums", "logprobs"), "*fp32")
@@ -113,5 +113,5 @@ else:
         made = compile_for_hopper(chunks_kernel, types, constants, num_warps=8)
         assert made.resources.spilled == 0
         constants |= {"CHUNKS": 64} | ({} if tempered else {"greedy": None})
-        made = compile_for_hopper(pick_kernel, types, constants, num_warps=8)
+        made = compile_for_hopper(select_kernel, types, constants, num_warps=8)
         assert made.resources.spilled == 0

@@ -17,7 +17,7 @@ from megatron_rl.metrics.console import (
     format_duration,
     format_number,
 )
-from megatron_rl.metrics.samples import SHOWN_CHARACTERS, TextSample
+from megatron_rl.metrics.rollouts import SHOWN_CHARACTERS, TextSample
 
 RL_STEP = {
     "critic/rewards/mean": 0.4312,

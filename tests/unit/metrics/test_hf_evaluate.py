@@ -1,4 +1,4 @@
-"""The Hugging Face metric against the estimate that runs use; offline and without a cache."""
+"""The Hugging Face metric, offline and without a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.algorithms.passk import pass_at_k
+from megatron_rl.metrics.evaluation import pass_at_k
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("evaluate") is None, reason="pip install 'megatron-rl[evaluate]'"

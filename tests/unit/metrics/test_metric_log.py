@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from megatron_rl.errors import TrainingError
-from megatron_rl.metrics.samples import TextSample
+from megatron_rl.metrics.rollouts import TextSample
 from megatron_rl.metrics.writers import MetricLog
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.metrics.jsonl import JsonlWriter
-from megatron_rl.metrics.page import to_script_json
-from megatron_rl.metrics.report import build_payload, main, write_report
+from megatron_rl.metrics.report import build_payload, main, to_script_json, write_report
 from megatron_rl.metrics.report_rollouts import (
     FEWEST_STEPS,
     MAX_STEPS,
@@ -212,7 +211,7 @@ def test_rewards_and_signal_by_environment(run: RunDirectory) -> None:
     ]  # fmt: skip
     lines = {chart["title"]: [one["label"] for one in chart["series"]] for chart in data["charts"]}
     assert lines["Training reward"] == ["reward", "easy", "hard"]
-    assert lines["Share of groups with signal"] == ["all", "easy", "hard"]
+    assert lines["Share of groups with reward variance"] == ["all", "easy", "hard"]
 
 
 def test_tokens_of_the_environment_have_no_logprob(tmp_path: Path) -> None:

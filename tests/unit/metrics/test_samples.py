@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.metrics.samples import MAX_CHARACTERS, TextSample, samples_of, shorten, worst_and_best
+from megatron_rl.metrics.rollouts import MAX_CHARACTERS, TextSample, samples_of, shorten, worst_and_best
 from tests.support.rollouts import drawn, graded_group, group_of, sample_of
 
 

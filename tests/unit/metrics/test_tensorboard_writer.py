@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.metrics import writers
-from megatron_rl.metrics.samples import TextSample
+from megatron_rl.metrics.rollouts import TextSample
 from megatron_rl.metrics.writers import TensorBoardWriter
 
 

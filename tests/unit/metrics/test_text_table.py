@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megatron_rl.metrics.table import format_table, print_table
+from megatron_rl.metrics.console import format_table, print_table
 
 
 class Terminal(io.StringIO):

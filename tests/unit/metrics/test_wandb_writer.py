@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.metrics import writers
-from megatron_rl.metrics.samples import TextSample
+from megatron_rl.metrics.rollouts import TextSample
 from megatron_rl.metrics.writers import WandbWriter, wandb_mode
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
+from megatron_rl.metrics.console import format_table
 from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table, with_average
-from megatron_rl.metrics.table import format_table
 from megatron_rl.rollout.evaluation import confidence, majority_is_correct
 from megatron_rl.types import Completion, Grade, Rollout
 from tests.support.rollouts import told

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.algorithms.batch import KINDS, Sample
+from megatron_rl.algorithms.batch import SAMPLE_FIELDS, Sample
 from megatron_rl.errors import TrainingError
 from megatron_rl.trainer.packing import collate
 from tests.support.samples import make_sample
@@ -123,7 +123,7 @@ def test_every_field_of_a_sample_is_in_the_batch() -> None:
     """Of a token a row for each, of a sequence a number for each; what is on the host has none for padding."""
     first, second = (replace(s, routing=torch.zeros(s.length, 2, 2).byte()) for s in (FIRST, SECOND))
     batch = collate([first, second], "cpu", round_to=4)
-    for name, kind in KINDS.items():
+    for name, kind in SAMPLE_FIELDS.items():
         found = getattr(batch.samples, name)
         if kind.on_host:
             assert found == (4, 2)

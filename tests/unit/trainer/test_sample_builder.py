@@ -94,7 +94,7 @@ def test_groups_without_signal_are_dropped_unless_kept(one_rank: ParallelGroups)
     # The last group's one valid sample has no other to compare with; it is kept with advantage 0.
     assert advantages(dr_grpo, step_kept) == [0.0, 0.0, -0.5, 0.5, 0.0]
     for each in (step, step_kept):
-        assert each.signal.tolist() == [False, True, False]
+        assert each.informative.tolist() == [False, True, False]
         assert each.valid.sum() == 5
     assert (step.in_loss.sum(), step_kept.in_loss.sum()) == (2, 5)
 
@@ -105,9 +105,9 @@ def test_with_a_baseline_of_the_batch_groups_of_equal_rewards_stay(one_rank: Par
     samples, step = build(one_rank, rollouts, baseline="batch")
     high, low = (3 / 7) / (2 / 7) ** 0.5, -(4 / 7) / (2 / 7) ** 0.5
     assert advantages(batch_norm, step) == pytest.approx([high, high, low, high, low, low, high], abs=1e-5)
-    assert (len(samples), step.signal.tolist()) == (7, [True] * 4)
+    assert (len(samples), step.informative.tolist()) == (7, [True] * 4)
     equal, step = build(one_rank, [graded_group([1.0, 1.0]), graded_group([1.0, 1.0])], baseline="batch")
-    assert (equal, step.signal.tolist()) == ((), [False, False])
+    assert (equal, step.informative.tolist()) == ((), [False, False])
 
 
 def test_groups_of_one_sample_have_a_baseline_in_the_batch(one_rank: ParallelGroups) -> None:
@@ -125,7 +125,7 @@ def test_an_empty_completion_is_no_sample(one_rank: ParallelGroups) -> None:
 
 def test_nothing_at_all(one_rank: ParallelGroups) -> None:
     samples, step = build(one_rank, [])
-    assert (samples, step.rewards.numel(), step.signal.numel()) == ((), 0, 0)
+    assert (samples, step.rewards.numel(), step.informative.numel()) == ((), 0, 0)
     assert reward_metrics(step)["training/signal_share"] == 0.0
 
 

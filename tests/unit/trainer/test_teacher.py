@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.algorithms.groups import groups_with_signal
+from megatron_rl.algorithms.groups import informative_groups
 from megatron_rl.algorithms.objective import objective_metrics
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
@@ -106,7 +106,7 @@ def test_a_token_that_the_teacher_cannot_score_leaves_the_denominator(one_rank: 
 def test_with_a_teacher_every_group_with_a_grade_has_a_signal() -> None:
     rewards, groups = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 2])
     valid = torch.tensor([True, True, True, False])
-    assert groups_with_signal("teacher", rewards, valid, groups).tolist() == [True, True, False]
+    assert informative_groups("teacher", rewards, valid, groups).tolist() == [True, True, False]
 
 
 # -- the model ---------------------------------------------------------------------------------------

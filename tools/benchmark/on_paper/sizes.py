@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.arithmetic import LOGITS_AT_ONCE
-from megatron_rl.config.read import read_config
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 
 

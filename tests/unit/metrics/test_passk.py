@@ -7,7 +7,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.passk import pass_at_k
+from megatron_rl.metrics.evaluation import pass_at_k
 
 
 @pytest.mark.parametrize(
