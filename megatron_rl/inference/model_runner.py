@@ -189,7 +189,7 @@ class ModelRunner:
                 if number:
                     yield
                 for layer in chunk.decoder.layers:
-                    layer.mlp.decode(self._nothing, self.context)
+                    layer.mlp.join(self._nothing, self.context)
             yield
 
     def _through(self, ids: torch.Tensor, compute: Compute) -> Generator[None, None, Any]:

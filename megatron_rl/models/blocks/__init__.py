@@ -55,6 +55,9 @@ class Block:
         """``[T, hidden]`` -> ``[T, hidden]``, and a bias that is left to the caller; without gradients."""
         raise NotImplementedError
 
+    def join(self, token: torch.Tensor, plan: RolloutPlan) -> None:
+        """Take part in a `decode` of the ranks that share this block with a ``token`` [1, hidden] that nobody reads."""
+
     def told(self, plan: Any) -> contextlib.AbstractContextManager[None]:
         """Of an MLP: inside, its forward passes are of the ``plan`` of a batch, or of None."""
         del plan

@@ -77,6 +77,9 @@ class ExpertLayer(Block, MoELayer):
             plan.record_routing(self.layer_number, self.routing.chosen)
         return Pending(output, None)
 
+    def join(self, token: torch.Tensor, plan: RolloutPlan) -> None:
+        self._decoded(token, plan)
+
     def _decoded(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
         is_shared = self.config.expert_model_parallel_size > 1
         if not self.config.moe_grouped_gemm or (is_shared and plan.shared_rows is None):
