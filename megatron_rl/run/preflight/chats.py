@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import resource
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.config.rl_config import RLConfig
@@ -16,7 +20,10 @@ from megatron_rl.registry import PARSERS
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Message
 
+DEADLINE_S = 10.0
 _QUESTION = "What is 2 + 3?"
+_LONGEST_TEXT = 100_000
+_MEMORY_BYTES = 2**30
 
 
 def chat_format(config: RLConfig) -> ChatFormat:
@@ -111,9 +118,13 @@ def _unread(of_run: ChatFormat, chats: Sequence[Surveyed], sources: Sequence[str
                 yield Problem(flag, f"{where} has {name!r}, which no chat template reads; correct it, or leave it out")
 
 
-def template_problems(tokenizer: Tokenizer, environment: str = "") -> Iterator[Problem]:
-    """Why the chat template of an environment cannot render a single question, if it cannot."""
-    fault, path = _fault_of(tokenizer, environment), tokenizer.chat_format(environment).path
+def template_problems(tokenizer: Tokenizer, environment: str = "", deadline_s: float = DEADLINE_S) -> Iterator[Problem]:
+    """Why the chat template of an environment cannot render a single question, if it cannot.
+
+    It is a program that came with the tokenizer: transformers renders it in jinja's sandbox, here where it can be
+    stopped.
+    """
+    fault, path = _fault_of(tokenizer, environment, deadline_s), tokenizer.chat_format(environment).path
     if fault is not None and path is not None:
         yield Problem("--chat-template", f"chat template {path} {fault}; mend it, or use the tokenizer's own")
     elif fault is not None:
@@ -125,20 +136,46 @@ def template_problems(tokenizer: Tokenizer, environment: str = "") -> Iterator[P
         )
 
 
-def _fault_of(tokenizer: Tokenizer, environment: str) -> str | None:
+def _fault_of(tokenizer: Tokenizer, environment: str, deadline_s: float) -> str | None:
+    # Forked, so that nothing is imported or loaded again; the copy runs jinja and no thread of this process.
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_render, args=(tokenizer, environment, writer), daemon=True)
+    process.start()
+    writer.close()
+    try:
+        if not reader.poll(deadline_s):
+            return f"does not end: a single question takes more than {deadline_s:g} s"
+        return reader.recv_bytes().decode() or None
+    except EOFError:
+        process.join()
+        return f"ends the process that renders it (exit code {process.exitcode})"
+    finally:
+        process.kill()
+        process.join()
+        reader.close()
+
+
+def _render(tokenizer: Tokenizer, environment: str, writer: Connection) -> None:
+    """In the process."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, resource.RLIM_INFINITY))
     messages: list[Message] = [{"role": "user", "content": _QUESTION}]
-    chat = tokenizer.chat_format(environment)
+    fault = ""
     try:
         text = tokenizer.render(messages, environment)
-        for who, said in (("user", _QUESTION), ("system prompt", chat.system_prompt or "")):
-            if "".join(said.split()) not in "".join(text.split()):
-                return f"leaves out what the {who} says: {shorten(said)} becomes {one_line(text, 100)!r}"
-        if chat.tools and tokenizer.ignores_tools(environment):
-            return f"shows the model no tools, and {environment} has some"
+        if len(text) > _LONGEST_TEXT:
+            fault = f"makes more than {_LONGEST_TEXT:,} characters of a single question"
+        system = tokenizer.chat_format(environment).system_prompt or ""
+        for who, said in (("user", _QUESTION), ("system prompt", system)):
+            if not fault and "".join(said.split()) not in "".join(text.split()):
+                fault = f"leaves out what the {who} says: {shorten(said)} becomes {one_line(text, 100)!r}"
+        if not fault and tokenizer.chat_format(environment).tools and tokenizer.ignores_tools(environment):
+            fault = f"shows the model no tools, and {environment} has some"
     except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
         said = one_line(f"{type(error).__name__}: {error}", 300)
-        return f"cannot render a single question ({said}{_line_of(error)})"
-    return None
+        fault = f"cannot render a single question ({said}{_line_of(error)})"
+    writer.send_bytes(fault.encode(errors="replace"))
 
 
 def _line_of(error: Exception) -> str:

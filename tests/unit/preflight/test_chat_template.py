@@ -1,4 +1,4 @@
-"""Chat templates that raise, reach for attributes or leave something out: one line each."""
+"""Chat templates that never end, reach for attributes or fill the memory: one line each, in bounded time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def _problems(tokenizer: Path, folder: Path, template: object) -> list[str]:
+def _problems(tokenizer: Path, folder: Path, template: object, deadline_s: float = 60.0) -> list[str]:
     directory = shutil.copytree(tokenizer, folder / "tokenizer")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    return [problem.text for problem in template_problems(load_tokenizer(str(directory)))]
+    return [problem.text for problem in template_problems(load_tokenizer(str(directory)), deadline_s=deadline_s)]
 
 
 @pytest.mark.parametrize("template", [CHATML, {"default": CHATML}, [{"name": "default", "template": CHATML}]])
@@ -49,6 +49,8 @@ def test_what_renders_is_fine(tokenizer: Path, tmp_path: Path, template: object)
         ("{% for m in messages %}", "cannot render a single question (TemplateSyntaxError"),
         (3, "cannot render a single question ("),
         ({"tool_use": CHATML}, "cannot render a single question ("),
+        ("{{ 'x' * 2000000000 }}", "cannot render a single question (MemoryError"),
+        ("{{ 'x' * 1000000 }}", "makes more than 100,000 characters"),
         ("hello", "leaves out what the user says: 'What is 2 + 3?' becomes 'hello'"),
     ],
 )
@@ -57,6 +59,19 @@ def test_what_does_not(tokenizer: Path, tmp_path: Path, template: object, fault:
     assert line.startswith(f"the chat template of tokenizer '{tmp_path / 'tokenizer'}' ")
     assert fault in line and line.endswith("or use the tokenizer of a chat model")
     assert "\n" not in line and len(line) < 900
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",  # one operation in C, which no signal interrupts
+    ],
+)
+def test_what_never_ends_is_stopped(tokenizer: Path, tmp_path: Path, template: str) -> None:
+    (line,) = _problems(tokenizer, tmp_path, template, deadline_s=0.5)
+    assert "does not end: a single question takes more than 0.5 s" in line
 
 
 def test_a_fault_has_the_templates_line(tokenizer: Path) -> None:
