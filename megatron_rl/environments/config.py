@@ -147,9 +147,11 @@ def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
         mark = error.problem_mark or error.context_mark
         line = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError([f"{line}: not valid YAML: {one_line(error.problem or error.context)}"]) from error
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as fault:
+    except (
+        yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         # PyYAML raises anything for a value that is not of its type, such as !!int "", and for deep nesting.
-        raise ConfigError([f"{path}: not valid YAML: {one_line(str(fault))}"]) from fault
+        raise ConfigError([f"{path}: not valid YAML: {one_line(str(error))}"]) from error
     if not isinstance(entries, list) or not entries:
         found = "an empty file" if node is None else f"a {type(entries).__name__}"
         advice = "write '- environment: NAME'"
