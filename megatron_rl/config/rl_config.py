@@ -15,8 +15,7 @@ from typing import Any, get_type_hints
 from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
 from megatron_rl.config.compatibility import CompatibilityConfig
 from megatron_rl.config.flags import Flag, flags_of
-from megatron_rl.config.layers import LayerConfig
-from megatron_rl.config.model import ModelConfig, TokenizerConfig
+from megatron_rl.config.model import LayerConfig, ModelConfig, TokenizerConfig
 from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
 from megatron_rl.config.records import CheckpointConfig, LoggingConfig
