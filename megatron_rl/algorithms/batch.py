@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_type_hints
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.algorithms.context import Share
 
 LOG_RATIO_LIMIT = 20.0
 """Nats. Unbounded, one token of 88 nats turns the loss of the batch into inf; exp(20) is beyond every clip range."""
@@ -113,8 +113,8 @@ class Packing:
     """[T] int64, restarts at 0 for every sequence."""
     sequence_index: Tensor
     """[T] int64, the sequence of each token; every sequence is whole."""
-    share: ContextShare | None = None
-    """The tokens that this context-parallel rank runs through the model; None: all. Each rank has the whole batch."""
+    share: Share | None = None
+    """The tokens that this rank runs through the model; None: all. Each context-parallel rank has the whole batch."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
-"""Which tokens of a packed batch a context-parallel rank computes, and how results come together again.
+"""Which tokens of a packed batch a rank runs through the model, and how results come back to all of them.
 
-Every sequence is cut into 2 C chunks for C ranks. Rank r has the chunks r and 2 C - 1 - r: early tokens see few keys
-and late ones many, so each rank has its share of the work of every sequence.
+Over context-parallel ranks every sequence is cut into 2 C chunks for C ranks. Rank r has the chunks r and 2 C - 1 - r:
+early tokens see few keys and late ones many, so each rank has its share of the work of every sequence. On one rank,
+sequences may share the tokens that they begin with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+class Share(Protocol):
+    """W of the T tokens of a packed batch; numbers of a token that runs through the model sit in its *cell*."""
+
+    rank: int
+    local: Tensor
+    """[W] int64: the tokens of this rank."""
+    query_lengths: tuple[int, ...]
+    """Tokens of each span, in the order of ``local``."""
+    key_lengths: tuple[int, ...]
+    """What a span sees: its sequence up to the span's last token."""
+    query_borders: Tensor
+    """[spans + 1] int32."""
+    key_borders: Tensor
+    """[spans + 1] int32."""
+    keys: Tensor
+    """[sum of ``key_lengths``] int64: where the keys of each span lie in the cells of all ranks."""
+
+    def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Give the numbers [W] of this rank's cells to the tokens [T]; ``group`` is context-parallel."""
+        ...
+
+
 @dataclass(frozen=True)
-class ContextShare:
-    """One rank's tokens of a packed batch of T tokens: W = T / C *cells* on each of C ranks.
+class ContextShare(Share):
+    """One rank's tokens of a packed batch of T tokens: W = T / C cells on each of C ranks.
 
     Sequences of 5 and 3 tokens on two ranks, tokens numbered through the batch::
 
@@ -32,19 +55,13 @@ class ContextShare:
 
     rank: int
     local: Tensor
-    """[W] int64: the tokens of this rank."""
     restore: Tensor
     """[T] int64: where each token lies in the cells of all ranks, end to end."""
     query_lengths: tuple[int, ...]
-    """Tokens of each span, a chunk that is not empty, in the order of ``local``."""
     key_lengths: tuple[int, ...]
-    """What a span sees: its sequence up to the span's last token."""
     query_borders: Tensor
-    """[spans + 1] int32."""
     key_borders: Tensor
-    """[spans + 1] int32."""
     keys: Tensor
-    """[sum of ``key_lengths``] int64: where the keys of each span lie in the cells of all ranks."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], rank: int, size: int, device: torch.device | str = "cpu") -> ContextShare:
@@ -86,6 +103,55 @@ class ContextShare:
         return _GatheredTokens.apply(own, group).index_select(0, self.restore)
 
 
+@dataclass(frozen=True)
+class SharedPrompts(Share):
+    """The tokens of a packed batch without those that begin an earlier sequence, too, and are computed there.
+
+    Three sequences, ``A B C D``, ``A B C E F`` and ``G H``, tokens numbered through the batch::
+
+        skipped    0, 2 and 0         D and E are both predicted from a C: each sequence has its own
+        local      0 1 2 3   6 7 8   9 10
+        keys       0 1 2 3   0 1 4 5 6   7 8      cells of the tokens 0 to 10, which is also what the spans see
+    """
+
+    local: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_borders: Tensor
+    key_borders: Tensor
+    keys: Tensor
+    rank: int = 0
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], skipped: Sequence[int], device: torch.device | str = "cpu") -> SharedPrompts:
+        """Leave the first ``skipped`` tokens of each sequence to the one before it, which begins with them."""
+        sizes, beginnings = torch.tensor(lengths), torch.tensor(skipped)
+        borders, own = _borders(sizes), sizes - beginnings
+        local = _ranges(borders[:-1] + beginnings, own)
+        cells = torch.zeros(int(borders[-1]), dtype=torch.int64).index_copy_(0, local, torch.arange(local.numel()))
+        for place, (start, count) in enumerate(zip(borders.tolist(), skipped, strict=False)):
+            if count:
+                before = int(borders[place - 1])
+                cells[start : start + count] = cells[before : before + count]
+        return cls(
+            local=local.to(device),
+            query_lengths=tuple(own.tolist()),
+            key_lengths=tuple(lengths),
+            query_borders=_borders(own).int().to(device),
+            key_borders=borders.int().to(device),
+            keys=cells.to(device),
+        )
+
+    def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Give the numbers of a cell to all tokens that are computed in it; gradients of a cell add up."""
+        return repeated(own, self.keys)
+
+
+def repeated(cells: Tensor, index: Tensor) -> Tensor:
+    """``cells[index]``, whose gradient is added up in fp32 and in one order, on a GPU too."""
+    return _Repeated.apply(cells, index)
+
+
 def _chunks(lengths: Tensor, size: int) -> Tensor:
     """[S] -> [S, 2 ``size``]: tokens of each chunk of each sequence."""
     even, rest = lengths // (2 * size), lengths % (2 * size)
@@ -118,3 +184,21 @@ class _GatheredTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.count = index, cells.shape[0]
+        return cells.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        summed = wide.new_zeros(ctx.count, *grad.shape[1:])
+        if grad.is_cuda:  # sorts the index, where index_add_ would add in whatever order threads arrive
+            summed.index_put_((ctx.index,), wide, accumulate=True)
+        else:
+            summed.index_add_(0, ctx.index, wide)
+        return summed.to(grad.dtype), None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.algorithms.context import Share
 from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, LOGITS_AT_ONCE, PRODUCT_ELEMENTS
 
 CPU_CHUNK_ELEMENTS = 2**20
@@ -47,7 +47,7 @@ def selected_logprobs(
     vocab_start: int = 0,
     tensor_group: dist.ProcessGroup | None = None,
     entropy: Entropy = "none",
-    share: ContextShare | None = None,
+    share: Share | None = None,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each token of a packed batch under ``softmax(logits / temperature)``.

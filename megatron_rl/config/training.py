@@ -45,6 +45,9 @@ class TrainingConfig:
         derived=lambda config, _: config.training.micro_batch_size * (config.training.seq_length or 0) or None,
     )
     """Tokens of a packed micro-batch. Without it micro-batch-size x seq-length."""
+    rl_share_prompts: bool = flag(False)
+    """In training, compute the tokens that several samples begin with once a micro-batch, not once a sample: pays where
+    prompts are long beside answers (PrefixGrouper in verl)."""
     seed: int = flag(1234, ge=0, le=2**32 - 1)
     """Seed of weights, data order and sampling. With --eval-only that of the run that saved the weights."""
     eval_interval: int | None = flag(None, ge=1, common=True)
@@ -161,6 +164,16 @@ def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
     batch, samples = training.global_batch_size, config.samples_per_step
     if training.train_samples is not None and training.train_samples < samples:
         yield "train_samples", f"is less than one step of {samples} samples; use at least {samples}"
+    parallel = config.parallel
+    if training.rl_share_prompts and (parallel.context_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1):
+        yield "rl_share_prompts", (
+            "runs with neither --context-parallel-size nor --pipeline-model-parallel-size above 1, whose ranks need "
+            "equal parts of a batch; leave it out"
+        )
+    if training.rl_share_prompts and (config.model.moe_aux_loss_coeff or config.model.moe_z_loss_coeff):
+        yield "rl_share_prompts", (
+            "leaves tokens out of the routers' losses (--moe-aux-loss-coeff, --moe-z-loss-coeff); leave it or them out"
+        )
     if not training.perform_rl_step:
         if batch and batch % replicas and world_size % config.model_parallel_size == 0:
             text = f"is not divisible by {replicas} data-parallel replicas: each takes an equal share"

@@ -141,7 +141,10 @@ def assemble(program: type[AnyRun], base: Run, start: Start, states: StateRegist
         critic=start.critic,
         origin=start.origin,
         states=states,
-        batches=BatchBuilder(bin_size, config.sequence_shares, base.policy.device, base.groups, config.stages),
+        batches=BatchBuilder(
+            bin_size, config.sequence_shares, base.policy.device, base.groups, config.stages,
+            shares_prompts=config.training.rl_share_prompts,
+        ),
         **own,
     )
     if run.evaluator is not None:

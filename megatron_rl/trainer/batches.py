@@ -14,11 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.batch import SAMPLE_FIELDS, Sample, TokenBatch
-from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.algorithms.context import ContextShare, SharedPrompts
 from megatron_rl.families.architecture import ONE_STAGE, Stages
 from megatron_rl.platform.collectives import gather_vectors, max_over
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.trainer.packing import balance, collate, pack, without_loss
+from megatron_rl.trainer.packing import (
+    balance,
+    collate,
+    pack,
+    prompt_of,
+    prompt_pieces,
+    skipped_tokens,
+    without_loss,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +47,8 @@ class BatchBuilder:
     device: torch.device
     groups: ParallelGroups
     stages: Stages = ONE_STAGE
+    shares_prompts: bool = False
+    """Tokens that several samples begin with are computed once a micro-batch."""
     warned: bool = False
     """That updates are small: once in a launch, because every step's metrics have it."""
 
@@ -55,11 +65,11 @@ class BatchBuilder:
         several ranks. Samples are shuffled by ``seed``, then their sequences are balanced by tokens over the training
         replicas and exchanged, so a rank trains on samples it did not generate.
         """
-        local = torch.tensor([(*_key(s), s.length) for s in samples], dtype=torch.int64).view(-1)
-        table = sorted(torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 3).tolist())
+        local = torch.tensor([(*_key(s), s.length, *self._prompt(s)) for s in samples], dtype=torch.int64).view(-1)
+        table = sorted(torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 5).tolist())
         if not table:
             return []
-        order = sorted({sample_id for sample_id, _, _ in table})
+        order = sorted({sample_id for sample_id, *_ in table})
         random.Random(seed).shuffle(order)
         num_updates = -(-len(order) // batch_size)
         self._warn_of_small_updates(len(order), batch_size)
@@ -67,8 +77,9 @@ class BatchBuilder:
         rank_of: dict[tuple[int, int], int] = {}
         for update in range(num_updates):
             members = [row for row in table if update_of[row[0]] == update]
-            ranks = balance([length for _, _, length in members], self.groups.data_group.size())
-            rank_of |= {(sample_id, number): rank for (sample_id, number, _), rank in zip(members, ranks, strict=True)}
+            pieces, costs = self._pieces([(row[2], tuple(row[3:])) for row in members], self.groups.data_group.size())
+            ranks = balance(costs, self.groups.data_group.size())
+            rank_of |= {tuple(members[i][:2]): rank for piece, rank in zip(pieces, ranks, strict=True) for i in piece}
         destination = [rank_of[_key(sample)] for sample in samples]
         group, copies = self.groups.rollout_group, self.groups.context_group.size()
         mine = exchange_samples(samples, destination, group, self.device, copies)
@@ -84,13 +95,13 @@ class BatchBuilder:
         There are more of them, without loss, for interleaved stages, which want a multiple of their number, and for
         ranks that share experts, of which none may stay away from a pass.
         """
-        lengths = [sample.length for sample in samples]
-        bins = pack(lengths, self.bin_tokens, seed)
+        pieces, costs = self._pieces([(sample.length, self._prompt(sample)) for sample in samples])
+        bins = pack(costs, self.bin_tokens, seed)
         size = self.round_to
         if self.stages.count > 1 and bins:
-            fullest = max(sum(lengths[i] for i in members) for members in bins)
+            fullest = max(sum(costs[piece] for piece in members) for members in bins)
             size = -(-fullest // size) * size
-        batches = [self._collated([samples[i] for i in members], size) for members in bins]
+        batches = [self._collated([samples[i] for piece in own for i in pieces[piece]], size) for own in bins]
         count = len(batches)
         if self.stages.chunks > 1:
             count = -(-count // self.stages.count) * self.stages.count
@@ -104,11 +115,31 @@ class BatchBuilder:
     def _collated(self, samples: Sequence[Sample], round_to: int) -> TokenBatch:
         """With this rank's share of it, where context-parallel ranks have one each."""
         group = self.groups.context_group
-        batch, size = collate(samples, self.device, round_to), group.size()
-        if size == 1:
-            return batch
-        share = ContextShare.of(batch.packing.lengths, group.rank(), size, self.device)
+        if self.shares_prompts:  # in the order of their tokens, where most have much in common with the one before
+            samples = sorted(samples, key=lambda sample: sample.token_ids.tolist())
+            skipped = skipped_tokens(samples)
+            batch = collate(samples, self.device, round_to, skipped)
+            dummies = [0] * (len(batch.packing.lengths) - len(skipped))
+            share = SharedPrompts.of(batch.packing.lengths, skipped + dummies, self.device)
+        else:
+            batch, size = collate(samples, self.device, round_to), group.size()
+            if size == 1:
+                return batch
+            share = ContextShare.of(batch.packing.lengths, group.rank(), size, self.device)
         return replace(batch, packing=replace(batch.packing, share=share))
+
+    def _prompt(self, sample: Sample) -> tuple[int, int]:
+        return prompt_of(sample) if self.shares_prompts else (0, 0)
+
+    def _pieces(
+        self, samples: Sequence[tuple[int, tuple[int, int]]], ranks: int = 1
+    ) -> tuple[list[list[int]], list[int]]:
+        """Sets of samples, of which length and prompt are given, that one rank should have, and what each costs."""
+        lengths = [length for length, _ in samples]
+        if not self.shares_prompts:
+            return [[index] for index in range(len(samples))], lengths
+        fair = -(-sum(length - shared for length, (_, shared) in samples) // ranks)
+        return prompt_pieces(lengths, [prompt for _, prompt in samples], min(self.bin_tokens, fair))
 
     def _warn_of_small_updates(self, count: int, batch_size: int) -> None:
         if 2 * count >= batch_size or self.warned or not self.groups.is_main:

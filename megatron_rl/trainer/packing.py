@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,12 +71,70 @@ def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]
     return bins
 
 
-def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int = 1) -> TokenBatch:
+def prompt_pieces(
+    lengths: Sequence[int], prompts: Sequence[tuple[int, int]], capacity: int
+) -> tuple[list[list[int]], list[int]]:
+    """Sets of samples that share their prompt, as many of one as fit ``capacity`` when it is computed once.
+
+    Args:
+        lengths: tokens of each sample.
+        prompts: of each sample, what tells its prompt from others, and how many of its tokens can be shared.
+        capacity: tokens.
+
+    Returns:
+        Indices into ``lengths``, every one once; and the tokens that each set costs, at most ``capacity`` unless a
+        sample alone has more.
+    """
+    pieces: list[list[int]] = []
+    costs: list[int] = []
+    open_pieces: dict[tuple[int, int], int] = {}
+    for index, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        place = open_pieces.get(prompt)
+        if place is not None and costs[place] + length - prompt[1] <= capacity:
+            pieces[place].append(index)
+            costs[place] += length - prompt[1]
+            continue
+        open_pieces[prompt] = len(pieces)
+        pieces.append([index])
+        costs.append(length)
+    return pieces, costs
+
+
+def prompt_of(sample: Sample) -> tuple[int, int]:
+    """What tells the prompt of a sample from others, and how many of its tokens may be computed once.
+
+    All but its last token, at which the first token of the answer is predicted.
+    """
+    count = max(int(sample.loss_mask.long().argmax()) - 1, 0)
+    digest = hashlib.blake2b(sample.token_ids[:count].numpy().tobytes(), digest_size=7).digest()
+    return int.from_bytes(digest, "big"), count
+
+
+def skipped_tokens(samples: Sequence[Sample]) -> list[int]:
+    """How many tokens each sample begins with that the one before it has, too, and whose next token is the same.
+
+    Tokens that were recorded with other experts are not the same.
+    """
+    skipped = [0]
+    for before, sample in itertools.pairwise(samples):
+        size = min(before.length, sample.length)
+        same = before.token_ids[:size] == sample.token_ids[:size]
+        if sample.routing is not None:
+            same &= (before.routing[:size] == sample.routing[:size]).flatten(1).all(1)
+        common = int(same.long().cumprod(0).sum())
+        skipped.append(max(common - 1, 0))
+    return skipped
+
+
+def collate(
+    samples: Sequence[Sample], device: torch.device | str, round_to: int = 1, skipped: Sequence[int] = ()
+) -> TokenBatch:
     """Lays the samples end to end, in their order, and moves them to the device once; `TokenBatch` has an example.
 
     Args:
         samples: at least one, on the CPU.
         device: where the tensors of the batch go.
+        skipped: of each sample, the tokens that do not run through the model; T then is the number of those that do.
         round_to: T becomes a multiple of this (tensor-parallel size, the longest micro-batch of a pipeline) by dummy
             sequences, none of them longer than the samples; they are the last of ``lengths`` and ``cu_seqlens`` and
             have no entry in ``samples.sample_id``. Any token does: no other token sees it.
@@ -88,7 +148,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
                 f"sample {sample.sample_id} has no prompt: nothing precedes its first token; give it 1 token or more"
             )
     own = tuple(sample.length for sample in samples)
-    padding = -sum(own) % round_to
+    padding = (sum(skipped) - sum(own)) % round_to
     lengths = own + _dummies(padding, max(own))
     laid = _end_to_end(samples, padding, len(lengths) - len(own))
     per_sequence = torch.tensor(lengths)

@@ -13,8 +13,9 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.algorithms.logprobs import Entropy, selected_logprobs
-from megatron_rl.models.attention.context import ContextPlan
+from megatron_rl.models.attention.context import ContextPlan, SharedPromptsPlan
 from megatron_rl.models.attention.plan import PackedPlan
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.routing import BalanceLosses
@@ -80,7 +81,8 @@ class PackedForward:
             packed = packing.lengths, packing.cu_seqlens, position_ids
             plan = PackedPlan.build(*packed, *further, policy.windows)
         else:
-            plan = ContextPlan.of(packing, *further, self.groups.context_group, policy.windows)
+            plans = ContextPlan if isinstance(packing.share, ContextShare) else SharedPromptsPlan
+            plan = plans.of(packing, *further, self.groups.context_group, policy.windows)
             token_ids, position_ids = token_ids[packing.share.local], position_ids[packing.share.local]
         if batch.samples.routing is not None:
             plan.routing = self._routing(batch)

@@ -31,7 +31,7 @@ from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
 from tests.distributed.programs import gather_whole
-from tests.support.samples import own_reward, random_samples, rewards_of, with_experts
+from tests.support.samples import own_reward, random_samples, rewards_of, with_experts, with_prompts
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
 COUNT = 20
@@ -41,7 +41,7 @@ def train(folder: str, parallel: Mapping[str, Any], cases: Mapping[str, Mapping[
     """Three updates of each case. What this rank knows of gradients, weights and log-probs goes to ``folder``.
 
     A case's changes of sizes that need no other process groups may stand under ``parallel``, and under ``samples``
-    how many there are.
+    how many there are, and under ``prompts`` how many they share.
     """
     single_thread()
     # Several buckets, as in a model of a real size, so that overlapping has something to put in order.
@@ -50,7 +50,9 @@ def train(folder: str, parallel: Mapping[str, Any], cases: Mapping[str, Mapping[
     groups = initialize(next(iter(configs.values())).parallel, current_platform())
     metrics = {}
     for name, config in configs.items():
-        metrics[name], tensors = one_case(config, groups, cases[name].get("samples", COUNT))
+        metrics[name], tensors = one_case(
+            config, groups, cases[name].get("samples", COUNT), cases[name].get("prompts", 0)
+        )
         torch.save(tensors, Path(folder) / f"{name}.{groups.rank}.pt")
     shut_down()
     return metrics
@@ -58,14 +60,16 @@ def train(folder: str, parallel: Mapping[str, Any], cases: Mapping[str, Mapping[
 
 def configured(parallel: Mapping[str, Any], changes: Mapping[str, Any]) -> RLConfig:
     """`tiny_config` with 4 layers; Adam's epsilon is large, so that it does not blow rounding up to a visible step."""
-    flags = {name: value for name, value in changes.items() if name not in ("parallel", "samples")}
+    flags = {name: value for name, value in changes.items() if name not in ("parallel", "samples", "prompts")}
     usual = {"num_layers": 4, "clip_grad": 0.0, "lr": 1e-3, "adam_eps": 1e-4, "train_iters": 100}
     config = tiny_config(int(os.environ["WORLD_SIZE"]), **(usual | flags))
     sizes = {"expert_tensor_parallel_size": None} | parallel | changes.get("parallel", {})
     return replace(config, parallel=replace(config.parallel, **sizes))
 
 
-def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def one_case(
+    config: RLConfig, groups: ParallelGroups, count: int, prompts: int
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """Metrics of two steps, of one update and of two; and tensors by kind and name."""
     policy = tiny_policy(config)
     optimization = Optimization(policy, config)
@@ -86,8 +90,11 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
         optimization, scorer, advantage, PolicyObjective.of(config), 1, PhaseTimer(),
         ReferencePolicy(policy), teacher, critic,
     )  # fmt: skip
-    builder = BatchBuilder(48, config.sequence_shares, policy.device, groups, config.stages)
+    shares = config.training.rl_share_prompts
+    builder = BatchBuilder(48, config.sequence_shares, policy.device, groups, config.stages, shares)
     samples = random_samples(count)
+    if prompts:
+        samples = with_prompts(samples, prompts)
     if config.rollout.rl_router_replay:
         layers = [layer.index for layer in policy.layout.layers]
         samples = with_experts(samples, layers, config.model.num_experts, config.model.moe_router_topk)

@@ -58,6 +58,23 @@ def random_samples(count: int, seed: int = 0) -> list[Sample]:
     ]
 
 
+def with_prompts(samples: Sequence[Sample], count: int, length: int = 7, seed: int = 0) -> list[Sample]:
+    """The samples behind ``count`` prompts of ``length`` tokens in turn, which begin alike."""
+    draw = random.Random(seed)
+    begin = [draw.randrange(VOCABULARY) for _ in range(length // 2)]
+    prompts = [begin + [draw.randrange(VOCABULARY) for _ in range(length - length // 2)] for _ in range(count)]
+    return [
+        make_sample(
+            prompts[index % count] + sample.token_ids.tolist(),
+            prompt_length=length + int(sample.loss_mask.long().argmax()),
+            reward=sample.reward,
+            inference_logprob=float(sample.inference_logprobs[-1]),
+            sample_id=sample.sample_id,
+        )
+        for index, sample in enumerate(samples)
+    ]
+
+
 def with_experts(
     samples: Sequence[Sample], layers: Sequence[int], experts: int, topk: int, seed: int = 0
 ) -> list[Sample]:

@@ -3,7 +3,7 @@
     packed   sequences laid end to end, nothing cached: training, and prompts that fit one prefill
     decode   one new token a row against the KV cache
     extend   several new tokens of several sequences, their beginnings already in the KV cache
-    spans    as packed, on context-parallel ranks: pieces of sequences against the keys up to their ends
+    spans    as packed, of a share of the tokens: pieces of sequences against the keys up to their ends
 
 A kernel first prepares a batch, once for all layers: a function that is given the sliding window as one more argument,
 but only where the layers have one (`plan.prepared`).
@@ -39,8 +39,8 @@ class Requirements:
     cache_dtype: torch.dtype
     """Of the KV cache."""
     head_width: int
-    context_size: int = 1
-    """Ranks that share each sequence of a packed batch."""
+    spans: bool = False
+    """Training runs a share of a packed batch: over context-parallel ranks, or as sequences share beginnings."""
     window: int | None = None
     """Of the layers that attend to the most recent tokens only; None: there are none."""
 
@@ -88,10 +88,10 @@ def anywhere(device: DeviceFacts, requirements: Requirements | None = None) -> N
 
 @dataclass(frozen=True)
 class SpanKernel:
-    """Attention of a context-parallel rank's spans, each to its sequence's keys up to its own end; differentiable."""
+    """Attention of spans, each to its sequence's keys up to its own end; differentiable."""
 
     prepare: Callable[..., Any]
-    """(`ContextShare`) -> what ``attend`` is given."""
+    """(`Share`) -> what ``attend`` is given."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [W, 1, heads, D], key and value [K, 1, groups, D], prepared) -> [W, 1, heads * D]: K are the keys of each
     span end to end, of which a span's last token sees all, the one before it all but the last."""
@@ -108,7 +108,7 @@ class PackedKernel:
     unfit: Callable[[DeviceFacts, Requirements], str | None] = anywhere
     """Why it cannot do what is required, in words that follow its name; None if it can."""
     spans: SpanKernel | None = None
-    """None: it cannot share sequences over context-parallel ranks."""
+    """None: it computes whole sequences only."""
     windows: bool = False
     """It computes sliding windows; ``spans``, too."""
 

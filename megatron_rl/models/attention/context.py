@@ -1,4 +1,6 @@
-"""Attention over context-parallel ranks: each has its share of every sequence, and all keys and values up to it.
+"""Attention of a share of a packed batch: that of a context-parallel rank, or sequences that share their beginnings.
+
+A context-parallel rank has its share of every sequence, and all keys and values up to it.
 
 Keys and values of all ranks are gathered once a layer, and their gradients summed and scattered once a layer. What was
 gathered is not kept but gathered again in the backward pass, so a rank keeps its own tokens alone. Gathering costs
@@ -17,17 +19,17 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.algorithms.batch import Packing
-from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.algorithms.context import Share, repeated
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.backend import PackedKernel
 from megatron_rl.models.attention.plan import PackedPlan, Ropes, prepared_for
 
 
 @dataclass
-class ContextPlan(PackedPlan):
-    """A `PackedPlan` for this rank's tokens of a batch."""
+class SharePlan(PackedPlan):
+    """A `PackedPlan` for a share of a batch's tokens."""
 
-    share: ContextShare | None = None
+    share: Share | None = None
     context_group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -39,7 +41,7 @@ class ContextPlan(PackedPlan):
         kernel: PackedKernel,
         context_group: dist.ProcessGroup,
         windows: Iterable[int | None] = (None,),
-    ) -> ContextPlan:
+    ) -> SharePlan:
         """``packing`` has a share; tensors of the model are [W, 1, ...]."""
         share = packing.share
         prepared = {window: prepared_for(window, kernel.spans.prepare, share) for window in windows}
@@ -47,6 +49,21 @@ class ContextPlan(PackedPlan):
             packing.lengths, packing.cu_seqlens, packing.position_ids[share.local], ropes, dtype, kernel,
             prepared=prepared, share=share, context_group=context_group,
         )  # fmt: skip
+
+
+class SharedPromptsPlan(SharePlan):
+    """Where sequences share their beginnings."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+    ) -> torch.Tensor:
+        """See `AttentionPlan`; T is W."""
+        keys, values = repeated(torch.cat((key, value), 1), self.share.keys).chunk(2, 1)
+        return self.kernel.spans.attend(query, keys, values, self.prepared[kind.window])
+
+
+class ContextPlan(SharePlan):
+    """Where context-parallel ranks share sequences."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN

@@ -86,7 +86,7 @@ def requirements_of(config: RLConfig) -> Requirements:
         dtype=torch.bfloat16 if config.precision.bf16 else torch.float32,
         cache_dtype=_CACHE_DTYPES[config.kv_cache_dtype],
         head_width=config.model.kv_channels,
-        context_size=config.parallel.context_parallel_size,
+        spans=config.parallel.context_parallel_size > 1 or config.training.rl_share_prompts,
         window=config.layers.window_size,
     )
 
@@ -170,8 +170,8 @@ def choose(
 
 
 def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requirements) -> str | None:
-    if isinstance(part, PackedKernel) and part.spans is None and needed.context_size > 1:
-        return "cannot share sequences over ranks (--context-parallel-size)"
+    if isinstance(part, PackedKernel) and part.spans is None and needed.spans:
+        return "computes whole sequences only (--context-parallel-size, --rl-share-prompts)"
     if needed.window is not None and not part.windows:
         return "has no sliding windows (--window-size)"
     return part.unfit(device, needed)
@@ -194,7 +194,7 @@ def fault_of_packed(
         return torch.cat([tried.attend(*inputs, plan) for plan in plans])
 
     fault = _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), needed.dtype)
-    return fault or (_fault_of_spans(kernel, needed, heads, groups, device) if needed.context_size > 1 else None)
+    return fault or (_fault_of_spans(kernel, needed, heads, groups, device) if needed.spans else None)
 
 
 def _windows(needed: Requirements) -> tuple[int | None, ...]:
@@ -205,7 +205,7 @@ def _windows(needed: Requirements) -> tuple[int | None, ...]:
 def _fault_of_spans(
     kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
 ) -> str | None:
-    """The same of what a context-parallel rank computes: is the causal mask aligned at the lower right?"""
+    """The same of parts of sequences: is the causal mask aligned at the lower right?"""
     share = ContextShare.of((1, 37, 64, 6), rank=1, size=2, device=device)
     (query,) = _random(share.local.numel(), (heads,), needed, device)
     key, value = _random(share.keys.numel(), (groups, groups), needed, device)

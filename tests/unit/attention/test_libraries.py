@@ -87,7 +87,7 @@ def test_cache(backend: Backend, lengths: list[int]) -> None:
 @pytest.mark.parametrize("window", [1, 5])
 def test_windows(backend: Backend, window: int) -> None:
     """The self-check of a run with windows passes, in bf16, and fails where they are forgotten."""
-    needed, cpu = replace(BF16, head_width=16, window=window, context_size=2), torch.device("cpu")
+    needed, cpu = replace(BF16, head_width=16, window=window, spans=True), torch.device("cpu")
     assert fault_of_packed(backend.packed, needed, 4, 2, cpu) is None
     if backend.cache is not None:
         assert fault_of_cache(backend.cache, needed, 4, 2, cpu) is None
@@ -185,7 +185,7 @@ def test_a_kernel_that_cannot_share_sequences_over_ranks_is_refused(monkeypatch:
     alone = replace(varlen.BACKEND, packed=replace(varlen.BACKEND.packed, spans=None))
     monkeypatch.setattr(varlen, "BACKEND", alone)
     with pytest.raises(ConfigError) as refused:
-        choose("varlen", HOPPER, replace(BF16, context_size=2))
+        choose("varlen", HOPPER, replace(BF16, spans=True))
     (line,) = refused.value.lines
     assert line.startswith("--attention-backend varlen cannot share sequences over ranks (--context-parallel-size); ")
     assert choose("varlen", HOPPER, BF16).packed_name == "varlen"

@@ -75,7 +75,7 @@ def test_a_causal_mask_in_the_wrong_corner_is_noticed_where_sequences_are_shared
         return torch.cat([own.permute(2, 0, 1, 3).flatten(2) for own in found])
 
     wrong = dataclasses.replace(packed, spans=SpanKernel(lambda share: share, upper_left))
-    shared = dataclasses.replace(needed, context_size=2)
+    shared = dataclasses.replace(needed, spans=True)
     assert selection.fault_of_packed(wrong, needed, 4, 2, CPU) is None
     assert "off plain torch" in selection.fault_of_packed(wrong, shared, 4, 2, CPU)
     assert selection.fault_of_packed(packed, shared, 4, 2, CPU) is None

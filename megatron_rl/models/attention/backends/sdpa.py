@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.algorithms.context import Share
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.models.attention.backend import (
     Backend,
@@ -190,7 +190,7 @@ class _Spans:
         return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
 
-def prepare_spans(share: ContextShare, window: int | None = None) -> list[_Spans]:
+def prepare_spans(share: Share, window: int | None = None) -> list[_Spans]:
     """Long spans one by one, short ones of similar length together, padded."""
     device, spans = share.keys.device, list(zip(share.query_lengths, share.key_lengths, strict=True))
     longest = max(share.key_lengths)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.algorithms.context import Share
 from megatron_rl.models.attention.backend import (
     Backend,
     CacheKernel,
@@ -59,7 +59,7 @@ def _whole_sequences(
     return _call(window, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest)
 
 
-def _spans(share: ContextShare, window: int | None = None) -> Call:
+def _spans(share: Share, window: int | None = None) -> Call:
     """Each has the end of its keys in sight: the kernel aligns the causal mask there, at the lower right."""
     return _call(
         window, cu_seq_q=share.query_borders, cu_seq_k=share.key_borders,
