@@ -142,12 +142,13 @@ class ModelLayout:
         So their caches hold as many sequences, and their schedulers decide alike.
         """
         model = self.architecture
-        numbers = [_cache(kind, model, self.tensor_size).numbers(tokens) for kind in model.kinds]
+        numbers = [cache_of(kind, model, self.tensor_size).numbers(tokens) for kind in model.kinds]
         chunks = (self.stages.layers_of(stage, model.num_layers) for stage in range(self.stages.count))
         return max(sum(numbers[layer] for chunk in stage for layer in chunk) for stage in chunks)
 
 
-def _cache(kind: LayerKind, model: Architecture, ranks: int) -> LayerCache:
+def cache_of(kind: LayerKind, model: Architecture, ranks: int) -> LayerCache:
+    """What a layer of ``kind`` keeps on each of ``ranks`` tensor-parallel ranks."""
     mixer, _ = blocks_of(kind)
     return mixer.cache(model, ranks)
 
@@ -160,4 +161,4 @@ def _layer(index: int, kind: LayerKind, model: Architecture, ranks: int, experts
         parts += block.parts(f"{name}.{module}", model, ranks, experts)
         if kind.post_norms:
             parts += norm(f"decoder.{name}.{module}.post_layernorm", model.hidden_size, model)
-    return Layer(index, tuple(parts), _cache(kind, model, ranks), kind)
+    return Layer(index, tuple(parts), cache_of(kind, model, ranks), kind)

@@ -20,6 +20,7 @@ from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.families import ModelLayout
+from megatron_rl.families.layout import cache_of
 from megatron_rl.models.attention.backend import (
     Backend,
     CacheKernel,
@@ -82,10 +83,12 @@ class Attention:
 
 def requirements_of(config: RLConfig) -> Requirements:
     """bf16 with `--bf16`, otherwise fp32; in the cache `--rl-kv-cache-dtype`, of which ``auto`` is the model's."""
+    shape = config.architecture()
+    cache = cache_of(shape.kinds[0], shape, config.parallel.tensor_model_parallel_size)
     return Requirements(
         dtype=torch.bfloat16 if config.precision.bf16 else torch.float32,
         cache_dtype=_CACHE_DTYPES[config.kv_cache_dtype],
-        head_width=config.model.kv_channels,
+        head_width=cache.key_width,
         spans=config.parallel.context_parallel_size > 1 or config.training.rl_share_prompts,
         window=config.layers.window_size,
     )

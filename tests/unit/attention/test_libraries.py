@@ -181,11 +181,12 @@ def test_what_a_kernel_does_not_take_is_refused(
     assert name not in line.partition("; use auto, or ")[2]
 
 
-def test_a_kernel_that_cannot_share_sequences_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_whole_sequences_is_refused_where_a_share_of_them_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = replace(varlen.BACKEND, packed=replace(varlen.BACKEND.packed, spans=None))
     monkeypatch.setattr(varlen, "BACKEND", alone)
     with pytest.raises(ConfigError) as refused:
         choose("varlen", HOPPER, replace(BF16, spans=True))
     (line,) = refused.value.lines
-    assert line.startswith("--attention-backend varlen cannot share sequences over ranks (--context-parallel-size); ")
+    refusal = "--attention-backend varlen computes whole sequences only (--context-parallel-size, --rl-share-prompts); "
+    assert line.startswith(refusal)
     assert choose("varlen", HOPPER, BF16).packed_name == "varlen"
