@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,24 @@ def current_platform() -> Platform:
     device = torch.device("cuda", index)
     # "cpu:gloo" beside NCCL: host-side tensors (lengths, rewards) move without a device copy.
     return Platform(device, "cpu:gloo,cuda:nccl")
+
+
+def gain_of_bf16(tokens: int = 512, repeats: int = 5) -> float:
+    """Measure how many times as fast as fp32's this processor's products of bf16 are: about 0.1 s.
+
+    Without instructions for them they are slower; with avx512_bf16 or AMX, --bf16 pays.
+    """
+    times = []
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs, weight = torch.ones(tokens, 576, dtype=dtype), torch.ones(1536, 576, dtype=dtype)
+        torch.nn.functional.linear(inputs, weight)  # builds the kernel
+        spans = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            torch.nn.functional.linear(inputs, weight)
+            spans.append(time.perf_counter() - started)
+        times.append(min(spans))
+    return times[0] / times[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

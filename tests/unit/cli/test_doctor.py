@@ -7,10 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_rl import cli
 from megatron_rl.cli import doctor
 from megatron_rl.models.attention import selection
+from megatron_rl.platform import device
 
 
 def _report(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
@@ -75,3 +77,11 @@ def test_it_takes_no_flags(capsys):
     assert cli.main(["doctor", "--help"]) == 0
     assert cli.main(["doctor", "now"]) == 2
     assert capsys.readouterr().out.startswith("usage: megatron-rl doctor")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize(("gain", "advice"), [(2.6, "--bf16 pays"), (0.3, "leave --bf16 out")])
+def test_bf16_is_advised_where_its_products_are_faster(capsys, monkeypatch, gain, advice):
+    monkeypatch.setattr(device, "gain_of_bf16", lambda: gain)
+    _, found = _report(capsys)
+    assert found["bf16"] == ("ok", f"products are {gain} times as fast as fp32's: {advice}")
