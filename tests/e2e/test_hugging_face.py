@@ -159,7 +159,7 @@ def cases(workshop, model, changed):
         "longer": (starting(model, max_position_embeddings=4096), ["--max-position-embeddings 4096", "1024"]),
         "two starts": (
             starting(model, pretrained_checkpoint=workshop.folder / "nowhere"),
-            ["--load-hf", "--pretrained-checkpoint", "keep one of them", f"write --hf-config {model} in place"]),
+            ["--load-hf", "--pretrained-checkpoint", "keep one of them", f"takes --hf-config {model}"]),
         "two shapes": (starting(model, hf_config=workshop.folder), ["--hf-config", "both say what the model is"]),
     }  # fmt: skip
 

@@ -78,7 +78,7 @@ def make_trainer(
     """What a run trains with, built from the same flags."""
     optimization, objective = Optimization(policy, config), PolicyObjective.of(config)
     scorer = Scorer(policy, groups, temperature=1.0)
-    return PolicyTrainer(optimization, scorer, advantage, objective, 1, None, groups, timer)
+    return PolicyTrainer(optimization, scorer, advantage, objective, 1, timer)
 
 
 def own_reward(batch: TokenBatch) -> Terms:

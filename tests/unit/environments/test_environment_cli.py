@@ -14,7 +14,11 @@ from megatron_rl.environments.__main__ import main
 
 def test_list_shows_names_and_descriptions(capsys):
     assert main(["list"]) == 0
-    assert "arithmetic  Adds and subtracts small numbers" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("arithmetic "))
+    assert line.partition(" ")[2].strip().startswith("Adds and subtracts small numbers")
+    columns = {len(line) - len(line.partition(" ")[2].lstrip()) for line in lines}
+    assert len(columns) == 1, "descriptions do not stand in a column"
 
 
 def test_a_good_environment_passes(capsys):
