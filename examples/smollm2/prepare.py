@@ -47,7 +47,7 @@ def write_sums(folder: Path) -> dict:
     for split, path in files.items():
         random.Random(split).shuffle(rows[split])
         path.write_text("".join(rows[split]))
-    columns = {"prompt": "question", "answer": "answer", "reward": "math"}
+    columns = {"prompt": "question", "answer": "answer", "reward": "exact_number"}
     paths = {"path": str(files["train"].resolve()), "test_path": str(files["test"].resolve())}
     return {"environment": "dataset", "name": "sums", "args": {**paths, **columns}}
 

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 usage() { sed -n '4p' "$0" | cut -c5- >&2; exit 2; }
-TASK=sums SEEDS=1 RUN_DIR=runs/smollm2 STEPS=30 HELD_OUT=128 FLAGS=()
+TASK=sums SEEDS=1 RUN_DIR=runs/smollm2 STEPS=60 HELD_OUT=128 FLAGS=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --task) TASK=${2:-}; shift 2 || usage ;;
@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 case "$TASK" in
-    sums) LENGTH=24 ;;
+    sums) LENGTH=32 ;;
     instructions) LENGTH=64 ;;
     gsm8k) LENGTH=160 ;;
     *) echo "--task is sums, instructions or gsm8k, got '$TASK'" >&2; exit 2 ;;

@@ -6,7 +6,7 @@
     OMP_NUM_THREADS=1 python -m tools.benchmark.trl_curve --model model --tasks sums/sums_train.jsonl --output trl.jsonl
 
 Model, prompts, group, learning rate, lengths and loss are those of examples/smollm2/grpo.yaml; what only costs time is
-off. The reward is our `math` grader. Which prompts a step has differs: each shuffles by its own seed.
+off. The reward is our grader `exact_number`. Which prompts a step has differs: each shuffles by its own seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from megatron_rl.environments.grading import grade
 
-PROMPTS, GROUP, NEW_TOKENS, LEARNING_RATE = 16, 8, 24, 5e-6
+PROMPTS, GROUP, NEW_TOKENS, LEARNING_RATE = 16, 8, 32, 2e-5
 
 
 class Curve(TrainerCallback):
@@ -67,7 +67,7 @@ def main() -> None:
 
     def reward(completions: list[Any], gold: list[str], **_: Any) -> list[float]:
         answers = (completion[0]["content"] for completion in completions)
-        return [grade("math", answer, right).reward for answer, right in zip(answers, gold, strict=True)]
+        return [grade("exact_number", answer, right).reward for answer, right in zip(answers, gold, strict=True)]
 
     trainer = GRPOTrainer(
         model=str(options.model), reward_funcs=reward, train_dataset=Dataset.from_list(prompts),
