@@ -21,9 +21,9 @@ FLAGS = {
     "rl_max_failed_share": 0.9,
 }  # fmt: skip
 BRANCHING = {"environment": "tests.support.e2e_environments:Branching"}
-KILLS = [Kill(0, "call_answered", 9), Kill(1, "sample_ended", 3), Kill(0, "journal_written", 1)]
+KILLS = [Kill(0, "call_answered", 9), Kill(1, "sample_ended", 3), Kill(0, "journal_written", 3)]
 """Of the 20 calls, 4 samples and 2 groups of a rank in a step; what comes back from the journal the clock decides, but
-for the group of the last kill."""
+for the last kill: of the three groups none to two are of the evaluation before the first step, which has no journal."""
 
 
 def test_nothing_tells_it_from_the_run_that_was_never_killed(workshop: Any) -> None:
