@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.algorithms.context import ContextShare, Share, SharedPrompts, repeated
 from megatron_rl.models.attention.backend import Backend, Requirements
 from megatron_rl.models.attention.kv_format import FP8, rounded_attention
+from megatron_rl.models.attention.plan import prepared_for
 from megatron_rl.models.attention.selection import facts_of
 from megatron_rl.registry import BACKENDS
 from tests.support.generation import generate, ragged_requests, rollout_engine
@@ -85,18 +86,25 @@ def test_packed(name, window):
     results = []
     for kernel, dtype in ((backend.packed, torch.bfloat16), (BACKENDS.get("sdpa").packed, torch.float32)):
         tensors = [x.bfloat16().to(dtype).requires_grad_() for x in exact]
-        out = kernel.attend(*tensors, kernel.plan(lengths, borders, positions, window))
+        out = kernel.attend(*tensors, prepared_for(window, kernel.prepare, lengths, borders, positions))
         gradients = torch.autograd.grad(out.float().square().sum(), tensors)
         results.append([x.float() for x in (out, *gradients)])
     for actual, expected in zip(*results, strict=True):
         assert (actual - expected).norm() < 0.02 * expected.norm()
 
 
+SHARES: dict[str, Callable[[], Share]] = {
+    "context-parallel": lambda: ContextShare.of([3, 1, 1300, 64], rank=0, size=2, device="cuda"),
+    "prompts": lambda: SharedPrompts.of([700, 705, 1300, 64], [0, 650, 650, 0], device="cuda"),
+}
+
+
 @pytest.mark.parametrize("name", ["varlen", "sdpa"])
-def test_spans_of_a_context_parallel_rank(name):
+@pytest.mark.parametrize("kind", SHARES)
+def test_spans(name, kind):
     """The same for queries that are the last of their keys; what the kernel was given of them is not kept."""
     kernel, plain = backend_here(name).packed.spans, BACKENDS.get("sdpa").packed.spans
-    share = ContextShare.of([3, 1, 1300, 64], rank=0, size=2, device="cuda")
+    share = SHARES[kind]()
     queries, keys = share.local.numel(), share.keys.numel()
     exact = [torch.randn(size, 1, heads, WIDTH, device="cuda") for size, heads in ((queries, 8), (keys, 2), (keys, 2))]
     saved: list[int] = []
@@ -116,6 +124,19 @@ def test_spans_of_a_context_parallel_rank(name):
             assert {x.untyped_storage().data_ptr() for x in tensors[1:]} <= set(saved)
     for actual, expected in zip(*results, strict=True):
         assert (actual - expected).norm() < 0.02 * expected.norm()
+
+
+def test_gradients_of_shared_tokens_are_added_in_one_order():
+    """As on a CPU up to rounding, and twice the same bits."""
+    index = torch.arange(700).repeat(16)
+    grad = torch.randn(index.numel(), 2, 64).bfloat16()
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        cells = torch.zeros(700, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+        repeated(cells, index.to(device)).backward(grad.to(device))
+        found.append(cells.grad.cpu())
+    assert torch.equal(found[1], found[2])
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("name", ["varlen", "triton_paged"])
