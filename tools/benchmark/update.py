@@ -2,6 +2,7 @@
 
     python -m tools.benchmark.update --shape 64x3 --samples 256
     python -m tools.benchmark.update --experts 32           grouped products against megatron's loop over experts
+    python -m tools.benchmark.update --group 8              prompts computed once against once a sample
 
 Both start from the same samples and end at moved weights. Ours packs them, runs megatron's
 GPTModel under DDP with the distributed optimizer, and also makes the step's statistics (entropy,
@@ -51,13 +52,16 @@ Update = Callable[[Sequence[Sample]], tuple[float, float]]
 
 
 def make_samples(
-    count: int, vocab: int, prompt_tokens: int, new_tokens: int, *, equal: bool, seed: int = 1
+    count: int, vocab: int, prompt_tokens: int, new_tokens: int, *, equal: bool, seed: int = 1, group: int = 1
 ) -> list[Sample]:
-    """Answers of 1 to ``new_tokens`` tokens (``equal``: all the longest), rewards -1 and 1."""
+    """Answers of 1 to ``new_tokens`` tokens (``equal``: all the longest), rewards -1 and 1; ``group`` to a prompt."""
     draw, samples = random.Random(seed), []
     for index in range(count):
         answer = new_tokens if equal else draw.randint(1, new_tokens)
-        (ids,) = random_prompts(1, prompt_tokens + answer, vocab, draw.random())
+        if index % group == 0:
+            (prompt,) = random_prompts(1, prompt_tokens, vocab, draw.random())
+        (words,) = random_prompts(1, answer, vocab, draw.random())
+        ids = [*prompt, *words]
         mask, zeros = torch.arange(len(ids)) >= prompt_tokens, torch.zeros(len(ids))
         reward = draw.choice((-1.0, 1.0))
         samples.append(Sample(torch.tensor(ids), mask, zeros, zeros.long(), reward=reward, sample_id=index))
@@ -89,7 +93,10 @@ def own_reward(batch: TokenBatch) -> Terms:
 def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
     """What `loop.py` does with a rollout's samples."""
     trainer = make_trainer(policy, config, groups, PhaseTimer(), own_reward)
-    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
+    training = config.training
+    batches = BatchBuilder(
+        training.rl_sequence_packing_bin_size, 1, policy.device, groups, shares_prompts=training.rl_share_prompts
+    )
 
     def update(samples: Sequence[Sample]) -> tuple[float, float]:
         metrics = trainer.step(batches.updates(samples, len(samples), seed=0), rewards_of(samples)).metrics
@@ -152,25 +159,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=44)
     parser.add_argument("--equal", action="store_true", help="all samples of one length: no padding for anybody")
+    parser.add_argument("--group", type=int, default=1, help="samples a prompt; above 1 against ours without sharing")
     parser.add_argument("--experts", type=int, default=0, help="in each layer: against megatron's loop over them")
     arguments = parser.parse_args(argv)
     length = arguments.prompt_tokens + arguments.new_tokens
     flags = [f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant", "--use-distributed-optimizer",
              "--rl-correction=none", "--weight-decay=0", "--clip-grad=1.0"]  # fmt: skip
-    config = benchmark_config(arguments.shape, length, *flags, *expert_flags(arguments))
+    shared = ["--rl-share-prompts"] if arguments.group > 1 else []
+    config = benchmark_config(arguments.shape, length, *flags, *shared, *expert_flags(arguments))
     with ranks_of(config, arguments.seed) as groups:
         policy = build_model(config, current_platform(), arguments.vocab)
         if arguments.experts:
             looped = benchmark_config(arguments.shape, length, *flags, *expert_flags(arguments, LOOP))
             seed_everything(arguments.seed)
             other: Update = our_update(build_model(looped, current_platform(), arguments.vocab), looped, groups)
+        elif arguments.group > 1:
+            alone = benchmark_config(arguments.shape, length, *flags)
+            seed_everything(arguments.seed)
+            other = our_update(build_model(alone, current_platform(), arguments.vocab), alone, groups)
         else:
             other = PlainUpdate(policy, config, length)
-        name = "loop" if arguments.experts else "plain"
+        name = "loop" if arguments.experts else "each" if arguments.group > 1 else "plain"
         updates: dict[str, Update] = {"ours": our_update(policy, config, groups), name: other}
         samples = make_samples(
             arguments.samples, arguments.vocab, arguments.prompt_tokens, arguments.new_tokens,
-            equal=arguments.equal, seed=arguments.seed,
+            equal=arguments.equal, seed=arguments.seed, group=arguments.group,
         )  # fmt: skip
         first = {name: update(samples) for name, update in updates.items()}
         if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(*first.values(), strict=True)):

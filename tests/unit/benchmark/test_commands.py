@@ -53,6 +53,13 @@ def test_update(tmp_path: Path) -> None:
     assert first["ours"][1] > 0
 
 
+def test_update_with_shared_prompts(tmp_path: Path) -> None:
+    record = benchmark("update", tmp_path / "u.json", "--samples", "12", "--micro-batch", "4", "--group", "4")
+    assert set(record["ratio"]) == {"ours/each"}
+    first = record["first_update"]
+    assert first["ours"] == pytest.approx(first["each"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "module", ["rollout", "partial", "update", "checkpoint", "context", "stages", "gpu", "memory"]
 )
