@@ -187,10 +187,10 @@ def _run(
             found = every_problem(config, (), groups.world_size) if looks else []
             if groups.is_main and not found:
                 found = lock(config, held)
-            if found := broadcast_json([str(problem) for problem in found], source=0):
-                if not groups.is_main:
-                    _wait_for_rank_0(stop)
-                raise ConfigError(found)
+            if found:  # written before the other ranks hear of it: torchrun ends them all as soon as one has ended
+                refuse(found)
+            if broadcast_json(bool(found), source=0):
+                return CONFIGURATION_ERROR
             return _build_and_execute(config, platform, groups, command, stop)
     finally:
         shut_down()
