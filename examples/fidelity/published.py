@@ -10,6 +10,7 @@ weights. int4 is the control: a format that is known to be too coarse.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ FLAGS = {
     "grpo-prompts-per-step": 16, "grpo-group-size": 8, "global-batch-size": 128, "grpo-kl-beta": 0, "train-iters": 1,
     "rl-max-new-tokens": 64, "seq-length": 256, "micro-batch-size": 8, "lr": 1e-6, "rl-correction": "none",
 }  # fmt: skip
-SWITCHES = ("perform-rl-step", "rl-share-prompts", "no-save-optim")
+SWITCHES = ("perform-rl-step", "rl-share-prompts", "no-save-optim", "resume")
 MEASURES = {
     "mean gap": "parity/gap_mean", "p95": "parity/p95", "largest": "parity/max", "k3 KL": "parity/k3_kl",
     "top-1 agreement": "parity/top1_agreement", "engine against emulation": "parity/emulation_gap_mean",
@@ -48,13 +49,19 @@ def main() -> int:
     rows = []
     for name, flags in formats.items():
         run_dir = options.run_dir / name.replace(" ", "_")
-        if not (run_dir / "summary.json").is_file():  # a finished run is not repeated
+        if not is_finished(run_dir):
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
             subprocess.run([*command, "train_rl.py", *common, *flags, "--run-dir", str(run_dir)], cwd=ROOT, check=True)
         (row,) = read_rows(run_dir / "metrics.jsonl")
         rows.append((name, *(_told(row.get(measure)) for measure in MEASURES.values())))
     print_table(sys.stdout, ("format", *MEASURES), rows)
     return 0
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether this format has been measured: the command goes on where it was stopped."""
+    facts = run_dir / "run.json"
+    return facts.is_file() and json.loads(facts.read_text())["status"] == "finished"
 
 
 def _told(value: float | None) -> str:

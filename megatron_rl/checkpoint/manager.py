@@ -183,7 +183,7 @@ class CheckpointManager:
         self._load(directory, policy, kept, None if critic is None else (critic.policy, kept_critic))
         for model, has_state in ((optimization, kept), (critic, kept_critic)):
             if model is not None and has_state is None:
-                model.optimizer.reload_model_params()
+                model.start_again()
                 logger.info("the optimizer%s starts without moments", " of the critic" if model is critic else "")
             if model is not None:  # the schedule is a function of the step's number, so it goes on either way
                 model.schedule.go_to(state.step)

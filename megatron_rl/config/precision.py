@@ -25,6 +25,9 @@ class PrecisionConfig:
         True, off="--no-accumulate-allreduce-grads-in-fp32", off_aliases=("--grad-reduce-in-bf16",)
     )
     """Gradients accumulated and reduced in fp32, not in the parameters' format."""
+    dither_main_params: bool = flag(True, off="--no-dither-main-params")
+    """With --bf16 the fp32 master weights begin anywhere among the numbers that round to the weights, so that updates
+    far smaller than a step of bf16 have an effect at once."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
     """With --fp8-recipe blockwise: the trainer's forward pass in fp8, on the rollouts' quantised weights. With
     --transformer-impl transformer_engine its layers' products, backward pass included."""

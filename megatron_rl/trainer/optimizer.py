@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,17 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.quantization.rollout import RolloutQuantization
+
+_AT_ONCE = 2**24
+"""Numbers that are worked on at a time, for the sake of memory."""
+_GOLDEN = -1640531527
+"""2^32 divided by the golden ratio, as int32: multiples of it are spread evenly over the integers."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Optimization:
         self.wrapped = _wrap(policy, config)
         """One for each of the policy's chunks, in their order."""
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
+        self._dithers = config.precision.dither_main_params
+        self._dither()
         self.schedule = Schedule(self.optimizer, config)
         """Whoever counts the steps moves it on."""
         self.updates_begun = 0
@@ -67,6 +76,15 @@ class Optimization:
             settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             if len(no_sync) > 1:
                 settings.grad_sync_func = [chunk.start_grad_sync for chunk in self.wrapped]
+
+    def start_again(self) -> None:
+        """Make the main parameters anew from the model's, as at the beginning."""
+        self.optimizer.reload_model_params()
+        self._dither()
+
+    def _dither(self) -> None:
+        if self._dithers:
+            dither_main_parameters(parameter for chunk in self.wrapped for parameter in chunk.parameters())
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers before the first micro-batch."""
@@ -200,3 +218,30 @@ def _build_optimizer(
         for group in part.optimizer.param_groups if isinstance(part.optimizer, torch.optim.AdamW) else ():
             group["fused"] = True
     return built
+
+
+@torch.no_grad()
+def dither_main_parameters(parameters: Iterable[Tensor]) -> None:
+    """Move the fp32 copy of each bf16 parameter, where this rank has one, within what rounds to the parameter.
+
+    A weight that was loaded in bf16 stands in the middle of the numbers that round to it. An update of a thousandth of
+    it changes its fp32 copy and not the weight that is trained and rolled out, until many such updates add up: 4 to 100
+    steps at the rates of RL. From a place anywhere among these numbers, one weight in so many changes at the first
+    step, and the mean change of the weights is the update: dithering, as before a quantiser in signal processing.
+
+    The place is a hash of the weight's own bits, so every layout and rank has the same one.
+    """
+    for parameter in parameters:
+        main = getattr(parameter, "main_param", None)
+        if parameter.dtype == torch.bfloat16 and main is not None:
+            for piece in main.data.view(-1).split(_AT_ONCE):
+                piece.copy_(dithered(piece.bfloat16()))
+
+
+def dithered(weights: Tensor) -> Tensor:
+    """Return fp32 numbers that round to ``weights``, [...] bf16: one of each weight's interval, chosen by its bits."""
+    exact = weights.float()
+    place = (weights.view(torch.int16).int() * _GOLDEN).float() / 2**32  # -0.5 to 0.5
+    step = torch.frexp(exact).exponent - 8  # a bf16 number has 8 bits of significand
+    spread = exact + torch.ldexp(place, step)
+    return torch.where(spread.bfloat16() == weights, spread, exact)  # zeros, and some powers of two, stay
