@@ -225,8 +225,8 @@ def dither_main_parameters(parameters: Iterable[Tensor]) -> None:
     """Move the fp32 copy of each bf16 parameter, where this rank has one, within what rounds to the parameter.
 
     A weight that was loaded in bf16 stands in the middle of the numbers that round to it. An update of a thousandth of
-    it changes its fp32 copy and not the weight that is trained and rolled out, until many such updates add up: 4 to 100
-    steps at the rates of RL. From a place anywhere among these numbers, one weight in so many changes at the first
+    it changes its fp32 copy and not the weight that is trained and rolled out, until such updates add up: 3 steps at
+    a rate of 2e-5, 60 at 1e-6. From a place anywhere among these numbers, one weight in so many changes at the first
     step, and the mean change of the weights is the update: dithering, as before a quantiser in signal processing.
 
     The place is a hash of the weight's own bits, so every layout and rank has the same one.
