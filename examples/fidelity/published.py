@@ -65,7 +65,7 @@ def is_finished(run_dir: Path) -> bool:
 
 
 def _told(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}" if value > 0.5 else f"{value:.1e}"
+    return "" if value is None else f"{value:.2g}"
 
 
 if __name__ == "__main__":
