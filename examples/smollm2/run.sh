@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 usage() { sed -n '4p' "$0" | cut -c5- >&2; exit 2; }
-TASK=sums SEEDS=1 RUN_DIR=runs/smollm2 STEPS=40 HELD_OUT=128 FLAGS=()
+TASK=sums SEEDS=1 RUN_DIR=runs/smollm2 STEPS=60 HELD_OUT=128 FLAGS=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --task) TASK=${2:-}; shift 2 || usage ;;

@@ -52,7 +52,7 @@ def test_the_command_is_valid(tmp_path: Path):
     words = shlex.split(script[script.index("torchrun --standalone") : script.index("done\npython")])
     flags = words[words.index("train_rl.py") + 1 :]
     values = {"$MODEL": str(tmp_path), "$PRECISION": "--bf16"}
-    values |= {"$SEED": "1", "$LENGTH": "32", "$STEPS": "40", "$HELD_OUT": "128"}
+    values |= {"$SEED": "1", "$LENGTH": "32", "$STEPS": "60", "$HELD_OUT": "128"}
     flags = [values.get(flag, flag) for flag in flags if flag != "${FLAGS[@]}"]
     config, problems = read_config(flags, 1)
     assert problems == []
