@@ -173,7 +173,7 @@ def _weights(modules: Iterable[ParallelLinear | StackedLinear]) -> Iterator[torc
 
 
 def _twin(layer: QuantizedMatrix, inputs: torch.Tensor) -> torch.Tensor:
-    seen = layer.recipe.round_trip(inputs.float(), layer.weight, ranks=layer.ranks)
+    seen = layer.recipe.round_trip(inputs.float(), layer.weight)
     return _reduced(seen @ layer.recipe.dequantize(layer.weight).t(), layer.module)
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as functional
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -52,8 +53,6 @@ class QuantizedMatrix:
     """The tensor-parallel ranks that share the weight; None where this one has all of it."""
     split: Split
     """Which dimension they share."""
-    ranks: dist.ProcessGroup | None = None
-    """Given to the product where it is a part of a sum. An expert's part is scaled alone, and the caller adds up."""
     expert: int | None = None
     """Its place in a stack."""
 
@@ -86,8 +85,8 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
         group = _shared(module.tp_group)
         super().__init__(name, module, recipe, weight, group, split)
-        if split == "rows" and not module.explicit_expert_comm:
-            self.ranks = group
+        # Ranks that share an expert exchange tokens and sums around it.
+        self._exchanging = None if module.explicit_expert_comm else group
         self.calls = 0
         """Forward passes through the quantised product; replays of a captured graph are not among them."""
 
@@ -104,32 +103,41 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         if isinstance(input_, PackedActivations):
             product = self.recipe.multiply(input_, self.weight)
         else:
-            product = self._scattered(self._product(self._gathered(input_)))
+            product = self._product(self._gathered(input_))
+        product = self._summed(product)
         if module.skip_bias_add:
             return product, module.bias
         return (product if module.bias is None else product + module.bias), None
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """What a column-parallel layer's ranks all need; the gradients of their parts are added up."""
-        if self.group is None or self.split == "rows" or self.module.explicit_expert_comm:
+        if self._exchanging is None or self.split == "rows":
             return x
-        if self.module.sequence_parallel:
-            return gather_from_sequence_parallel_region(x, group=self.group)
-        return copy_to_tensor_model_parallel_region(x, group=self.group)
+        gather = (
+            gather_from_sequence_parallel_region
+            if self.module.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        return gather(x, group=self._exchanging)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if _wants_gradients(x, self.module):
             return StraightThrough.apply(x, self.module.weight, self)
-        return self.recipe.matmul(x, self.weight, ranks=self.ranks)
+        return self.recipe.matmul(x, self.weight)
 
-    def _scattered(self, product: torch.Tensor) -> torch.Tensor:
-        """Each rank's share of the tokens under sequence parallelism.
+    def _summed(self, product: torch.Tensor) -> torch.Tensor:
+        """Over a row-parallel layer's ranks, in the dtype of the activations; with sequence parallelism a share each.
 
-        The ranks have the same sum already: a reduce-scatter could not add up before scaling.
+        Contiguous, because megatron sums up a copy of what is not, and returns what it was given.
         """
-        if self.ranks is not None and self.module.sequence_parallel:
-            return scatter_to_sequence_parallel_region(product, group=self.group)
-        return product
+        if self._exchanging is None or self.split == "columns":
+            return product
+        add_up = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.module.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        return add_up(product.contiguous(), group=self._exchanging)
 
 
 class QuantizedStack(_InPlaceOfForward):
@@ -173,14 +181,13 @@ def packing_for(module: torch.nn.Module) -> Packing | None:
     layer = getattr(vars(module).get("forward"), "__self__", None)
     if not isinstance(layer, QuantizedLinear) or module._forward_hooks or module._forward_pre_hooks:
         return None
-    return layer.recipe.packing(layer.weight, layer.ranks)
+    return layer.recipe.packing(layer.weight)
 
 
 class StraightThrough(torch.autograd.Function):
     """The quantised product, differentiated as a product of the dequantised numbers.
 
-    The estimator of https://arxiv.org/abs/1308.3432 for both roundings. Where ranks add up their parts, the
-    sum's gradient is the same on all of them, so none is exchanged.
+    The estimator of https://arxiv.org/abs/1308.3432 for both roundings.
     """
 
     @staticmethod
@@ -188,7 +195,7 @@ class StraightThrough(torch.autograd.Function):
         """``weight`` is not read: it is here to receive its gradient."""
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return layer.recipe.matmul(x, layer.weight, ranks=layer.ranks)
+        return layer.recipe.matmul(x, layer.weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
@@ -200,6 +207,6 @@ class StraightThrough(torch.autograd.Function):
             weight = layer.recipe.dequantize(layer.weight).to(gradient.dtype)
             of_input = torch.matmul(gradient, weight)
         if ctx.needs_input_grad[1]:
-            seen = layer.recipe.round_trip(x, layer.weight, ranks=layer.ranks)
+            seen = layer.recipe.round_trip(x, layer.weight)
             of_weight = gradient.reshape(-1, gradient.shape[-1]).t() @ seen.reshape(-1, seen.shape[-1])
         return of_input, of_weight, None

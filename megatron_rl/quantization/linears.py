@@ -31,7 +31,7 @@ from megatron_rl.quantization.copies import (
     StackedLinear,
 )
 from megatron_rl.quantization.formats import smoothing_factors
-from megatron_rl.quantization.recipe import Recipe, maximum_over
+from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.shapes import skipped
 
 
@@ -148,9 +148,8 @@ class QuantizedLinears:
         for storage, size in self._released:
             take_back(storage, size).zero_()  # a refresh does not write the padding
         self._released = []
-        shared = self._shared_amax()
         for layer in self.layers:
-            self.recipe.encode(layer.parameter, shared.get(layer.name), layer.weight)
+            self.recipe.encode(layer.parameter, layer.weight)
         # The one host read of a refresh: a NaN must not become a rollout of noise.
         scales = [layer.weight.scales for layer in self.layers]
         good = torch.stack([(each.isfinite() & (each > 0)).all() for each in scales]).tolist() if scales else []
@@ -179,7 +178,7 @@ class QuantizedLinears:
             activations, weight = channel_amax.get(layer.name), layer.parameter
             largest = weight.abs().amax(0).float()
             if layer.group is not None and layer.split == "columns":  # a channel's weights lie on all ranks
-                largest = maximum_over(largest, layer.group)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=layer.group)
             if activations is not None:
                 layer.weight.smoothing.copy_(smoothing_factors(activations, largest))
         self._stale = True
@@ -208,18 +207,3 @@ class QuantizedLinears:
         self.is_installed = to
         for copy in self._copies:
             copy.install() if to else copy.remove()
-
-    def _shared_amax(self) -> dict[str, torch.Tensor]:
-        """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers of a group."""
-        sharing: dict[dist.ProcessGroup, list[QuantizedMatrix]] = {}  # experts may have their own group
-        for layer in self.layers:
-            if layer.group is not None and self.recipe.shares_amax(layer.split):
-                sharing.setdefault(layer.group, []).append(layer)
-        shared: dict[str, torch.Tensor] = {}
-        for group, layers in sharing.items():
-            own = [self.recipe.amax(layer.parameter, layer.weight.smoothing) for layer in layers]
-            # A maximum over ranks may lose a NaN, but not infinity, which `refresh` refuses too.
-            flat = torch.cat([amax.flatten() for amax in own]).nan_to_num(torch.inf, posinf=torch.inf)
-            parts = maximum_over(flat, group).split([amax.numel() for amax in own])
-            shared |= {layer.name: part.view_as(amax) for layer, part, amax in zip(layers, parts, own, strict=True)}
-        return shared
