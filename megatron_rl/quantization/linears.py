@@ -18,13 +18,12 @@ from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.device import release, storages_of, take_back
 from megatron_rl.quantization.copies import (
-    ParallelLinear,
+    LinearKind,
     QuantizedLinear,
     QuantizedMatrix,
     QuantizedStack,
@@ -35,18 +34,18 @@ from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.shapes import skipped
 
 
-def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear | StackedLinear]:
+def parallel_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
 
     ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers and experts are counted over all
     ranks. The experts of a stack have names of their own, each with the stack, in its order. Embedding, output head,
     norms and router are not among them: they stay as they are.
     """
-    found: dict[str, ParallelLinear | StackedLinear] = {}
+    found: dict[str, torch.nn.Module] = {}
     for layer in (layer for chunk in _chunks(model) for layer in chunk.decoder.layers):
         prefix, stacks = f"layers.{layer.layer_number - 1}", {}
         for name, module in layer.named_modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if LinearKind.of(module) is not None:
                 found[f"{prefix}.{counted_over_ranks(layer, name)}"] = module
             elif isinstance(module, StackedLinear):
                 stacks[name.rpartition(".")[2]] = module
