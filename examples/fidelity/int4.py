@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from megatron_rl.quantization.recipe import QuantizedWeight, Recipe, sum_over
+from megatron_rl.quantization.recipe import QuantizedWeight, Recipe
 from megatron_rl.quantization.rowwise import RowRecipe
 
 
@@ -25,20 +24,18 @@ class Int4(RowRecipe):
     code_type = torch.int8
     one_pass = False
 
-    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         """See `Recipe.matmul`."""
         weight = q.codes[: q.rows, : q.columns].float() if q.operand is None else q.operand
         product = torch.matmul(x.reshape(-1, q.columns).float(), weight.t()) * q.scales[: q.rows].t()
-        if ranks is not None:
-            product = sum_over(product, ranks)
         return product.to(x.dtype).view(*x.shape[:-1], q.rows)
 
     grouped_matmul = Recipe.grouped_matmul  # `RowRecipe` quantises activations in its own
 
-    def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> None:
+    def packing(self, q: QuantizedWeight) -> None:
         """Activations stay as they are."""
 
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         """Unchanged."""
         return x
 

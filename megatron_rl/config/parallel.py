@@ -69,7 +69,7 @@ class KernelConfig:
     """Implementations, fusions and activation recomputation."""
 
     transformer_impl: Literal["local", "transformer_engine"] = flag("local")
-    """Where layers come from (Megatron's default: transformer_engine, whose rollouts here have no quantised copies)."""
+    """Where layers come from (Megatron's default: transformer_engine)."""
     attention_backend: Literal[
         "auto", "sdpa", "flash", "varlen", "triton_paged", "paged", "fused", "unfused", "local"
     ] = flag("auto")

@@ -109,10 +109,6 @@ def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What layers of Transformer Engine are not built for."""
     if config.kernels.transformer_impl != "transformer_engine":
         return
-    recipe = config.quantization.rl_rollout_quantization
-    if recipe != "none":
-        text = f"with --rl-rollout-quantization {recipe}: only megatron's own linears have quantised copies"
-        yield "transformer_impl", f"{text}; leave one of them out"
     if config.rollout.rl_inference_engine == "mcore":
         yield "transformer_impl", "with --rl-inference-engine mcore is not built: it was never tried; use rollout"
     if config.model.num_experts is not None:

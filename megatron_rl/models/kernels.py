@@ -64,12 +64,12 @@ def _sink(
     if packing is None:
         out = like.new_empty(like.shape[0], columns)
         return out, {
-            "out": out, "scales": None, "out_columns": columns, "scale_stride": 0, "SEGMENTS": False,
-            "POWER_OF_TWO": False,
+            "out": out, "scales": None, "smoothing": None, "out_columns": columns, "scale_stride": 0,
+            "SEGMENTS": False, "POWER_OF_TWO": False,
         }  # fmt: skip
     packed = packing.allocate(like.shape[0], like.dtype, like.device)
     return packed, {
-        "out": packed.codes, "scales": packed.scales, "out_columns": packing.columns,
+        "out": packed.codes, "scales": packed.scales, "smoothing": packing.smoothing, "out_columns": packing.columns,
         "scale_stride": packed.scales.stride(1), "SEGMENTS": packing.in_segments, "POWER_OF_TWO": packing.power_of_two,
     }  # fmt: skip
 
@@ -78,7 +78,8 @@ def _sink(
 @triton.jit(do_not_specialize=["scale_stride"])
 def add_norm_kernel(
     residual, output, bias, weight, columns, residual_stride, output_stride, epsilon,
-    out, scales, out_columns, scale_stride, SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+    out, scales, smoothing, out_columns, scale_stride,
+    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row, the whole row in registers."""
     row = tl.program_id(0).to(tl.int64)
@@ -98,13 +99,14 @@ def add_norm_kernel(
     inverse = tl.rsqrt(tl.sum(x * x, 0) / columns + epsilon)
     normed = x * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = normed.to(dtype).to(tl.float32)
-    _write_row(normed, row, column, out, scales, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO, BLOCK)
+    _write_row(normed, row, column, inside, out, scales, smoothing, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def gate_kernel(
     inner, columns, inner_stride,
-    out, scales, out_columns, scale_stride, SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+    out, scales, smoothing, out_columns, scale_stride,
+    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row, or a stretch of one."""
     row = tl.program_id(0).to(tl.int64)
@@ -116,15 +118,15 @@ def gate_kernel(
     up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
     opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     product = (opened * up).to(dtype).to(tl.float32)
-    _write_row(product, row, column, out, scales, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO, BLOCK)
+    _write_row(product, row, column, inside, out, scales, smoothing, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO)
 
 
 @triton.jit
 def _write_row(
-    numbers, row, column, out, scales, out_columns, scale_stride,
-    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+    numbers, row, column, inside, out, scales, smoothing, out_columns, scale_stride,
+    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """``numbers`` [BLOCK] fp32 of ``row``, 0 beyond its end, at ``column``: a whole row, or whole segments of one.
+    """``numbers`` [BLOCK] fp32 of ``row`` at ``column``, 0 where not ``inside``: a whole row, or whole segments of one.
 
     ``out`` [T, out_columns] is contiguous, scales lie column by column.
     """
@@ -132,12 +134,15 @@ def _write_row(
     if scales is None:
         codes = numbers.to(out.dtype.element_ty)
     elif SEGMENTS:
+        BLOCK: tl.constexpr = numbers.shape[0]
         cut = tl.reshape(numbers, (BLOCK // _TILE, _TILE))
         scale = scale_of(tl.max(magnitude_bits(cut), 1), out.dtype.element_ty, POWER_OF_TWO)
         codes = tl.reshape(codes_of(cut, scale[:, None], out.dtype.element_ty), (BLOCK,))
         segment = tl.min(column, 0) // _TILE + tl.arange(0, BLOCK // _TILE)
         tl.store(scales + row + segment * scale_stride, scale, mask=segment * _TILE < out_columns)
     else:
+        if smoothing is not None:
+            numbers = tl.div_rn(numbers, tl.load(smoothing + column, mask=inside, other=1.0))
         scale = scale_of(tl.max(magnitude_bits(numbers), 0), out.dtype.element_ty, False)
         codes = codes_of(numbers, scale, out.dtype.element_ty)
         tl.store(scales + row, scale)

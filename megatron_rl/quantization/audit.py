@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.quantization.copies import ParallelLinear, QuantizedMatrix, StackedLinear
+from megatron_rl.quantization.copies import LinearKind, QuantizedMatrix, StackedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 
 AUDITED_TOKENS = 64
@@ -55,7 +54,7 @@ def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Obser
             sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
             parts = zip(tokens[: sum(sizes)].split(sizes), output[: sum(sizes)].split(sizes), strict=True)
         else:
-            parts = [(args[0], output[0])]
+            parts = [(LinearKind.of(module).normed(module, args[0]), output[0])]
         for seen, (x, y) in zip(of_modules[module], parts, strict=True):
             _note(seen, x.detach().flatten(0, -2), y.detach().flatten(0, -2), channels, is_expert(module))
 
@@ -65,9 +64,9 @@ def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Obser
         yield observations
 
 
-def is_expert(module: ParallelLinear | StackedLinear) -> bool:
+def is_expert(module: torch.nn.Module) -> bool:
     """Whether it belongs to experts, which may get no tokens."""
-    return isinstance(module, StackedLinear) or module.is_expert
+    return isinstance(module, StackedLinear) or LinearKind.of(module).is_expert
 
 
 def _note(seen: Observation, x: torch.Tensor, y: torch.Tensor, channels: bool, of_expert: bool) -> None:
@@ -120,8 +119,9 @@ def audit(
         plain = _reduced(seen.inputs.float() @ weight.float().t(), module)
         twin = plain if layer is None else _twin(layer, seen.inputs)
         outputs = seen.outputs.float()
-        if not isinstance(module, StackedLinear) and module.bias is not None and not module.skip_bias_add:
-            outputs = outputs - module.bias.float()
+        if not isinstance(module, StackedLinear):
+            bias = LinearKind.of(module).added_bias(module)
+            outputs = outputs if bias is None else outputs - bias.float()
         from_plain, from_twin = _distance(outputs, plain), _distance(outputs, twin)
         ran = _verdict(from_plain, from_twin, wanted, TOLERANCE[seen.outputs.dtype])
         rows.append(LayerAudit(name, wanted, ran, from_plain, seen.calls))
@@ -162,7 +162,7 @@ def table_rows(rows: Sequence[LayerAudit], most: int) -> list[tuple[str, str, st
     return [(row.layer, row.ran, f"{row.relative_error:.2%}") for row in shown]
 
 
-def _weights(modules: Iterable[ParallelLinear | StackedLinear]) -> Iterator[torch.Tensor]:
+def _weights(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """[N, K] of each linear, those of a stack in its order."""
     of_stacks: dict[StackedLinear, Iterator[torch.Tensor]] = {}
     for module in modules:
@@ -173,14 +173,15 @@ def _weights(modules: Iterable[ParallelLinear | StackedLinear]) -> Iterator[torc
 
 
 def _twin(layer: QuantizedMatrix, inputs: torch.Tensor) -> torch.Tensor:
-    seen = layer.recipe.round_trip(inputs.float(), layer.weight, ranks=layer.ranks)
+    seen = layer.recipe.round_trip(inputs.float(), layer.weight)
     return _reduced(seen @ layer.recipe.dequantize(layer.weight).t(), layer.module)
 
 
 def _reduced(product: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     """The sum over the ranks where each has a part of the inputs."""
-    if isinstance(module, RowParallelLinear) and not module.explicit_expert_comm:
-        return reduce_from_tensor_model_parallel_region(product, group=module.tp_group)
+    kind = None if isinstance(module, StackedLinear) else LinearKind.of(module)
+    if kind is not None and kind.exchanges and kind.split == "rows" and kind.group is not None:
+        return reduce_from_tensor_model_parallel_region(product, group=kind.group)
     return product
 
 

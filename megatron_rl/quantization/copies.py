@@ -12,7 +12,8 @@ import torch.nn.functional as functional
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -20,7 +21,50 @@ from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe
 from megatron_rl.quantization.shapes import Split
 
-ParallelLinear = ColumnParallelLinear | RowParallelLinear
+
+@dataclass(frozen=True)
+class LinearKind:
+    """What a linear does around its product, be it megatron's own or Transformer Engine's."""
+
+    group: dist.ProcessGroup | None
+    """The tensor-parallel ranks that share the weight; None where this one has all of it."""
+    split: Split
+    """Which dimension they share."""
+    exchanges: bool
+    """Whether it gathers its inputs from these ranks, or adds up their outputs. Around experts others do that."""
+    sequence_parallel: bool
+    returns_bias: bool
+    """The caller adds the bias."""
+    is_expert: bool
+    has_norm: bool
+    """Its inputs go through a norm of its own first."""
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> LinearKind | None:
+        """None: it is no linear of a decoder layer."""
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
+            group, exchanges = _shared(module.tp_group), not module.explicit_expert_comm
+            own = module.skip_bias_add, module.is_expert
+            return cls(group, split, exchanges, module.sequence_parallel, *own, has_norm=False)
+        if hasattr(module, "te_return_bias"):  # megatron's classes of Transformer Engine; there may be none to import
+            split = "rows" if module.parallel_mode == "row" else "columns"
+            own = module.sequence_parallel, module.te_return_bias
+            has_norm = hasattr(module, "layer_norm_weight")
+            return cls(_shared(module.tp_group), split, True, *own, is_expert=False, has_norm=has_norm)
+        return None
+
+    def normed(self, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What ``module`` multiplies, [..., in]."""
+        if not self.has_norm:
+            return x
+        if module.normalization == "LayerNorm":
+            return functional.layer_norm(x, x.shape[-1:], module.layer_norm_weight, module.layer_norm_bias, module.eps)
+        return functional.rms_norm(x, x.shape[-1:], module.layer_norm_weight, module.eps)
+
+    def added_bias(self, module: torch.nn.Module) -> torch.Tensor | None:
+        """[out], where the linear itself adds it. Transformer Engine's bias may have no numbers."""
+        return None if self.returns_bias or module.bias is None or not module.bias.numel() else module.bias
 
 
 class StackedLinear(torch.nn.Module):
@@ -52,8 +96,6 @@ class QuantizedMatrix:
     """The tensor-parallel ranks that share the weight; None where this one has all of it."""
     split: Split
     """Which dimension they share."""
-    ranks: dist.ProcessGroup | None = None
-    """Given to the product where it is a part of a sum. An expert's part is scaled alone, and the caller adds up."""
     expert: int | None = None
     """Its place in a stack."""
 
@@ -68,26 +110,32 @@ class _InPlaceOfForward:
 
     module: torch.nn.Module
     forward: Callable[..., Any]
+    _hidden: dict[str, Any] | None = None
+    """The module's own attribute, if it has one: megatron pads the tokens of fp8 products so."""
 
     def install(self) -> None:
         """Send the module's calls here."""
+        if self._hidden is None:
+            self._hidden = {name: value for name, value in vars(self.module).items() if name == "forward"}
         self.module.forward = self.forward
 
     def remove(self) -> None:
         """Back to the module's own forward."""
-        vars(self.module).pop("forward", None)
+        if self._hidden is not None:
+            vars(self.module).pop("forward", None)
+            vars(self.module).update(self._hidden)
+            self._hidden = None
 
 
 class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
     """A column- or row-parallel linear and its quantised weight."""
 
-    def __init__(self, name: str, module: ParallelLinear, recipe: Recipe) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, recipe: Recipe) -> None:
+        """``module``: one that has a `LinearKind`."""
+        self.kind = kind = LinearKind.of(module)
         weight = recipe.allocate(module.weight.shape, module.weight.device)
-        split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
-        group = _shared(module.tp_group)
-        super().__init__(name, module, recipe, weight, group, split)
-        if split == "rows" and not module.explicit_expert_comm:
-            self.ranks = group
+        super().__init__(name, module, recipe, weight, kind.group, kind.split)
+        self._exchanging = kind.group if kind.exchanges else None
         self.calls = 0
         """Forward passes through the quantised product; replays of a captured graph are not among them."""
 
@@ -100,36 +148,42 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         """
         del weight, runtime_gather_output  # only the output layer is given them, and it is not quantised
         self.calls += 1
-        module = self.module
         if isinstance(input_, PackedActivations):
             product = self.recipe.multiply(input_, self.weight)
         else:
-            product = self._scattered(self._product(self._gathered(input_)))
-        if module.skip_bias_add:
-            return product, module.bias
-        return (product if module.bias is None else product + module.bias), None
+            product = self._product(self._gathered(self.kind.normed(self.module, input_)))
+        product, bias = self._summed(product), self.kind.added_bias(self.module)
+        return product if bias is None else product + bias, self.module.bias if self.kind.returns_bias else None
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """What a column-parallel layer's ranks all need; the gradients of their parts are added up."""
-        if self.group is None or self.split == "rows" or self.module.explicit_expert_comm:
+        if self._exchanging is None or self.split == "rows":
             return x
-        if self.module.sequence_parallel:
-            return gather_from_sequence_parallel_region(x, group=self.group)
-        return copy_to_tensor_model_parallel_region(x, group=self.group)
+        gather = (
+            gather_from_sequence_parallel_region
+            if self.kind.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        return gather(x, group=self._exchanging)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if _wants_gradients(x, self.module):
             return StraightThrough.apply(x, self.module.weight, self)
-        return self.recipe.matmul(x, self.weight, ranks=self.ranks)
+        return self.recipe.matmul(x, self.weight)
 
-    def _scattered(self, product: torch.Tensor) -> torch.Tensor:
-        """Each rank's share of the tokens under sequence parallelism.
+    def _summed(self, product: torch.Tensor) -> torch.Tensor:
+        """Over a row-parallel layer's ranks, in the dtype of the activations; with sequence parallelism a share each.
 
-        The ranks have the same sum already: a reduce-scatter could not add up before scaling.
+        Contiguous, because megatron sums up a copy of what is not, and returns what it was given.
         """
-        if self.ranks is not None and self.module.sequence_parallel:
-            return scatter_to_sequence_parallel_region(product, group=self.group)
-        return product
+        if self._exchanging is None or self.split == "columns":
+            return product
+        add_up = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.kind.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        return add_up(product.contiguous(), group=self._exchanging)
 
 
 class QuantizedStack(_InPlaceOfForward):
@@ -173,14 +227,13 @@ def packing_for(module: torch.nn.Module) -> Packing | None:
     layer = getattr(vars(module).get("forward"), "__self__", None)
     if not isinstance(layer, QuantizedLinear) or module._forward_hooks or module._forward_pre_hooks:
         return None
-    return layer.recipe.packing(layer.weight, layer.ranks)
+    return layer.recipe.packing(layer.weight)
 
 
 class StraightThrough(torch.autograd.Function):
     """The quantised product, differentiated as a product of the dequantised numbers.
 
-    The estimator of https://arxiv.org/abs/1308.3432 for both roundings. Where ranks add up their parts, the
-    sum's gradient is the same on all of them, so none is exchanged.
+    The estimator of https://arxiv.org/abs/1308.3432 for both roundings.
     """
 
     @staticmethod
@@ -188,7 +241,7 @@ class StraightThrough(torch.autograd.Function):
         """``weight`` is not read: it is here to receive its gradient."""
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return layer.recipe.matmul(x, layer.weight, ranks=layer.ranks)
+        return layer.recipe.matmul(x, layer.weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
@@ -200,6 +253,6 @@ class StraightThrough(torch.autograd.Function):
             weight = layer.recipe.dequantize(layer.weight).to(gradient.dtype)
             of_input = torch.matmul(gradient, weight)
         if ctx.needs_input_grad[1]:
-            seen = layer.recipe.round_trip(x, layer.weight, ranks=layer.ranks)
+            seen = layer.recipe.round_trip(x, layer.weight)
             of_weight = gradient.reshape(-1, gradient.shape[-1]).t() @ seen.reshape(-1, seen.shape[-1])
         return of_input, of_weight, None

@@ -95,7 +95,7 @@ def codes_of(values, scale, code_type: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    values, codes, scales, given_scales, smoothing, columns, code_columns, value_stride, code_stride,
+    values, codes, scales, smoothing, columns, code_columns, value_stride, code_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row, the whole row in registers."""
@@ -105,10 +105,7 @@ def rows_kernel(
     x = tl.load(values + row * value_stride + column, mask=inside, other=0.0).to(tl.float32)
     if smoothing is not None:
         x = tl.div_rn(x, tl.load(smoothing + column, mask=inside, other=1.0))
-    if given_scales is not None:
-        scale = tl.load(given_scales + row)
-    else:
-        scale = scale_of(tl.max(magnitude_bits(x), 0), codes.dtype.element_ty, False)
+    scale = scale_of(tl.max(magnitude_bits(x), 0), codes.dtype.element_ty, False)
     tl.store(scales + row, scale)
     written = codes_of(x, scale, codes.dtype.element_ty)
     tl.store(codes + row * code_stride + column, written, mask=column < code_columns)
@@ -143,17 +140,16 @@ def blocks_kernel(
     tl.store(codes + row * code_stride + column, codes_of(x, scale, codes.dtype.element_ty), mask=written)
 
 
-def quantize(values: torch.Tensor, packing: Packing, smoothing: torch.Tensor | None = None) -> PackedActivations:
+def quantize(values: torch.Tensor, packing: Packing) -> PackedActivations:
     """Activations [T, K], bf16, fp16 or fp32, of any stride, as ``packing`` says.
 
-    ``smoothing`` fp32 [K] divides the values first, where a scale is a token's. K is then at most 65536, else
-    ValueError.
+    Where a scale is a token's, K is at most 65536, else ValueError.
     """
     packed = packing.allocate(values.shape[0], values.dtype, values.device)
     if packing.in_segments:
         requantize_blocks(values, packed.codes, packed.scales, whole=False, power_of_two=packing.power_of_two)
     else:
-        requantize_rows(values, packed.codes, packed.scales, smoothing=smoothing)
+        requantize_rows(values, packed.codes, packed.scales, packing.smoothing)
     return packed
 
 
@@ -161,23 +157,20 @@ def requantize_rows(
     weight: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    given_scales: torch.Tensor | None = None,
-    *,
     smoothing: torch.Tensor | None = None,
 ) -> None:
     """Write ``codes`` [>= N, >= K] (int8 or float8_e4m3fn) and fp32 ``scales`` [>= N, 1], one an output channel.
 
-    Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] and ``smoothing`` as of
-    `quantize`. ``given_scales`` fp32 [N, 1] (their amax was shared over ranks) are copied into ``scales``. Code
-    columns from K on become zeros, rows from N on stay.
+    Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] as the values of
+    `quantize`; ``smoothing`` fp32 [K] divides it first. Code columns from K on become zeros, rows from N on stay.
     """
     weight = _with_adjacent_columns(weight)
     block = max(triton.next_power_of_2(codes.shape[1]), 16)
     if block > MAX_COLUMNS:
         raise ValueError(f"rows of {codes.shape[1]} codes do not fit in registers; use at most {MAX_COLUMNS}")
     rows_kernel[(weight.shape[0],)](
-        weight, codes, scales, given_scales, smoothing, weight.shape[1], codes.shape[1], weight.stride(0),
-        codes.stride(0), BLOCK=block, num_warps=32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16),
+        weight, codes, scales, smoothing, weight.shape[1], codes.shape[1], weight.stride(0), codes.stride(0),
+        BLOCK=block, num_warps=32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16),
     )  # fmt: skip
 
 
@@ -229,18 +222,17 @@ def tiles_for(tokens: int) -> Tiles:
 def int8_matmul(
     codes: torch.Tensor,
     weight_codes: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    weight_scales: torch.Tensor | None = None,
+    scales: torch.Tensor,
+    weight_scales: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding an operation.
 
     Of int8 [M, K] and int8 [N, K]: rows may have any stride, columns are adjacent; ValueError where K is above 133,144.
-    fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous; without them the exact int32 sums, for layers split
-    over ranks by rows: theirs are added up before any scale. To leave out padding rows of the weight, pass slices.
+    fp32 ``scales`` [M, 1], ``weight_scales`` [N, 1], contiguous. Pass slices to leave out padding rows of the weight.
     """
     (rows, depth), columns = codes.shape, weight_codes.shape[0]
-    out = torch.empty(rows, columns, dtype=torch.int32 if scales is None else dtype, device=codes.device)
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if depth > MOST_SUMMED:
         raise ValueError(f"sums of {depth} products could overflow int32; use at most {MOST_SUMMED} columns")
     tiles = tiles_for(rows)
@@ -259,7 +251,7 @@ def matmul_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile ROWS x COLUMNS of ``out``; raw accumulators where ``scales`` is None.
+    """One program a tile ROWS x COLUMNS of ``out``.
 
     STEPS is a constant, hence a compilation a depth: Triton's interpreter cannot loop to a bound read at run time.
     """
@@ -282,12 +274,11 @@ def matmul_kernel(
         result = tl.dot(left, right, result, out_dtype=tl.int32)
         a += DEPTH
         b += DEPTH
-    if scales is not None:
-        by_row = tl.load(scales + row, mask=real_row, other=0.0)[:, None]
-        by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[None, :]
-        result = result.to(tl.float32) * by_row * by_column
+    by_row = tl.load(scales + row, mask=real_row, other=0.0)[:, None]
+    by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[None, :]
+    scaled = result.to(tl.float32) * by_row * by_column
     place = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
+    tl.store(place, scaled.to(out.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
 
 
 @triton.jit

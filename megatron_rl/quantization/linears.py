@@ -18,35 +18,34 @@ from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.device import release, storages_of, take_back
 from megatron_rl.quantization.copies import (
-    ParallelLinear,
+    LinearKind,
     QuantizedLinear,
     QuantizedMatrix,
     QuantizedStack,
     StackedLinear,
 )
 from megatron_rl.quantization.formats import smoothing_factors
-from megatron_rl.quantization.recipe import Recipe, maximum_over
+from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.shapes import skipped
 
 
-def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear | StackedLinear]:
+def parallel_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
 
     ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers and experts are counted over all
     ranks. The experts of a stack have names of their own, each with the stack, in its order. Embedding, output head,
     norms and router are not among them: they stay as they are.
     """
-    found: dict[str, ParallelLinear | StackedLinear] = {}
+    found: dict[str, torch.nn.Module] = {}
     for layer in (layer for chunk in _chunks(model) for layer in chunk.decoder.layers):
         prefix, stacks = f"layers.{layer.layer_number - 1}", {}
         for name, module in layer.named_modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if LinearKind.of(module) is not None:
                 found[f"{prefix}.{counted_over_ranks(layer, name)}"] = module
             elif isinstance(module, StackedLinear):
                 stacks[name.rpartition(".")[2]] = module
@@ -148,9 +147,8 @@ class QuantizedLinears:
         for storage, size in self._released:
             take_back(storage, size).zero_()  # a refresh does not write the padding
         self._released = []
-        shared = self._shared_amax()
         for layer in self.layers:
-            self.recipe.encode(layer.parameter, shared.get(layer.name), layer.weight)
+            self.recipe.encode(layer.parameter, layer.weight)
         # The one host read of a refresh: a NaN must not become a rollout of noise.
         scales = [layer.weight.scales for layer in self.layers]
         good = torch.stack([(each.isfinite() & (each > 0)).all() for each in scales]).tolist() if scales else []
@@ -179,7 +177,7 @@ class QuantizedLinears:
             activations, weight = channel_amax.get(layer.name), layer.parameter
             largest = weight.abs().amax(0).float()
             if layer.group is not None and layer.split == "columns":  # a channel's weights lie on all ranks
-                largest = maximum_over(largest, layer.group)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=layer.group)
             if activations is not None:
                 layer.weight.smoothing.copy_(smoothing_factors(activations, largest))
         self._stale = True
@@ -208,18 +206,3 @@ class QuantizedLinears:
         self.is_installed = to
         for copy in self._copies:
             copy.install() if to else copy.remove()
-
-    def _shared_amax(self) -> dict[str, torch.Tensor]:
-        """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers of a group."""
-        sharing: dict[dist.ProcessGroup, list[QuantizedMatrix]] = {}  # experts may have their own group
-        for layer in self.layers:
-            if layer.group is not None and self.recipe.shares_amax(layer.split):
-                sharing.setdefault(layer.group, []).append(layer)
-        shared: dict[str, torch.Tensor] = {}
-        for group, layers in sharing.items():
-            own = [self.recipe.amax(layer.parameter, layer.weight.smoothing) for layer in layers]
-            # A maximum over ranks may lose a NaN, but not infinity, which `refresh` refuses too.
-            flat = torch.cat([amax.flatten() for amax in own]).nan_to_num(torch.inf, posinf=torch.inf)
-            parts = maximum_over(flat, group).split([amax.numel() for amax in own])
-            shared |= {layer.name: part.view_as(amax) for layer, part, amax in zip(layers, parts, own, strict=True)}
-        return shared

@@ -1,7 +1,8 @@
 """What a quantisation recipe is: quantise, dequantise, multiply.
 
 Shapes: a weight is [N, K] (N outputs, K inputs), activations [..., K]. A number is ``code x scale``. Weights of experts
-may lie in one stack, [E, N, K]; each is quantised by itself.
+may lie in one stack, [E, N, K]; each is quantised by itself. Of what tensor-parallel ranks share a recipe sees one
+rank's part, which has scales of its own; the caller adds up the products of row-parallel parts.
 """
 
 from __future__ import annotations
@@ -12,24 +13,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.arithmetic import TILE
 from megatron_rl.errors import QuantizationError
-from megatron_rl.quantization.shapes import Split, Storage
-
-
-def maximum_over(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    """Elementwise over the ranks, in place."""
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=ranks)
-    return values
-
-
-def sum_over(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    """Elementwise over the ranks, in place where they are contiguous."""
-    values = values.contiguous()
-    dist.all_reduce(values, group=ranks)
-    return values
+from megatron_rl.quantization.shapes import Storage
 
 
 @dataclass
@@ -77,6 +64,8 @@ class Packing:
     in_segments: bool = False
     """One scale a 128 columns instead of one a token."""
     power_of_two: bool = False
+    smoothing: torch.Tensor | None = None
+    """fp32 [K] by which the activations are divided first; only where a scale is a token's."""
 
     def allocate(self, tokens: int, dtype: torch.dtype, device: torch.device) -> PackedActivations:
         """Room for activations [tokens, K] of ``dtype``; scales [T, 1] or [T, columns / 128] lie column by column."""
@@ -109,17 +98,9 @@ class Recipe(Storage, ABC):
         """Why a CUDA device of this compute capability (None: a CPU) cannot run it."""
         return None
 
-    def shares_amax(self, split: Split) -> bool:
-        """True if a group that shares a scale reaches over ranks that share the weight like this."""
-        return False
-
     @abstractmethod
-    def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 largest magnitude of every group that shares a scale."""
-
-    @abstractmethod
-    def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
-        """Fill the buffers; ``amax`` is given where ranks have shared it."""
+    def encode(self, weight: torch.Tensor, into: QuantizedWeight) -> None:
+        """Fill the buffers."""
 
     @abstractmethod
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
@@ -130,12 +111,8 @@ class Recipe(Storage, ABC):
         """fp32 [N, K]; with smoothing it is that of the original weight."""
 
     @abstractmethod
-    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """``x W^T`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``.
-
-        ``ranks`` are given where each holds a part of K (rows split): scales of activations are
-        then shared and products added up over them, so that the result is the one of a single rank.
-        """
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
+        """``x W^T`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``."""
 
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
         """`matmul` of each group of tokens with its expert's weight: [T, K] -> [T, N], ``q`` a stack.
@@ -151,7 +128,7 @@ class Recipe(Storage, ABC):
             start = end
         return product
 
-    def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
+    def packing(self, q: QuantizedWeight) -> Packing | None:
         """How a kernel on CUDA may quantise the activations of ``q`` for `multiply`; None where only `matmul` can."""
         return None
 
@@ -160,7 +137,7 @@ class Recipe(Storage, ABC):
         raise QuantizationError(f"{self.name} quantises activations itself")
 
     @abstractmethod
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         """``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""
 
     def quantize(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> QuantizedWeight:
@@ -181,5 +158,5 @@ class Recipe(Storage, ABC):
                     f"a weight of shape {list(weight.shape)} holds NaN or infinity, which {self.name} cannot "
                     "represent; look for the first step with a non-finite gradient or loss"
                 )
-            self.encode(weight.detach(), None, q)
+            self.encode(weight.detach(), q)
         return q

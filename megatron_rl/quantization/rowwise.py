@@ -13,12 +13,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as functional
 
 from megatron_rl.quantization import formats
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, maximum_over, sum_over
-from megatron_rl.quantization.shapes import Split
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe
 
 EXACT_COLUMNS = 1024
 """127 x 127 x 1040 is the last sum below 2^24."""
@@ -42,13 +40,9 @@ class RowRecipe(Recipe):
     def _integer(self) -> bool:
         return self.code_type == torch.int8
 
-    def shares_amax(self, split: Split) -> bool:
-        """A channel's inputs are spread over the ranks where the rows are split."""
-        return split == "rows"
-
-    def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [N, 1]."""
-        return formats.row_amax(weight if smoothing is None else weight * smoothing)
+    def amax(self, weight: torch.Tensor) -> torch.Tensor:
+        """fp32 [N, 1]: the largest magnitude among what shares a row's scale."""
+        return formats.row_amax(weight)
 
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
         *stack, rows, columns = shape
@@ -62,17 +56,16 @@ class RowRecipe(Recipe):
             q.smoothing = torch.ones(*stack, columns, device=device)
         return q
 
-    def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
+    def encode(self, weight: torch.Tensor, into: QuantizedWeight) -> None:
         if weight.is_cuda and into.smoothing is None and self.one_pass:
             from megatron_rl.quantization.kernels import requantize_rows
 
-            scales = None if amax is None else formats.scale_of(amax, self.largest)
-            requantize_rows(weight, into.codes, into.scales, scales)
+            requantize_rows(weight, into.codes, into.scales)
             return
         weight = weight.float()
         if into.smoothing is not None:
             weight = weight * into.smoothing
-        scale = formats.scale_of(self.amax(weight) if amax is None else amax, self.largest)
+        scale = formats.scale_of(self.amax(weight), self.largest)
         if self._integer:
             codes = formats.integer_codes(weight, scale, self.largest)
         else:  # rounded before the cast: a CPU converts fp8 element by element, and the operand wants the numbers
@@ -86,14 +79,16 @@ class RowRecipe(Recipe):
         weight = q.codes[: q.rows, : q.columns].float() * q.scales[: q.rows]
         return weight if q.smoothing is None else weight / q.smoothing
 
-    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         tokens = x.reshape(-1, q.columns)
-        if x.is_cuda and ranks is None:
+        if x.is_cuda:
             from megatron_rl.quantization.kernels import quantize
 
-            product = self.multiply(quantize(tokens, Packing(self.code_type, q.codes.shape[1]), q.smoothing), q)
+            product = self.multiply(quantize(tokens, self.packing(q)), q)
         else:
-            product = self._summed(tokens, q, ranks).to(x.dtype)
+            codes, scale = self.activation_codes(tokens, q)
+            sums = int8_accumulate(codes, q) if self._integer else torch.mm(codes, q.operand.t())
+            product = sums.float().mul_(scale).mul_(q.scales[: q.rows].t()).to(x.dtype)
         return product.view(*x.shape[:-1], q.rows)
 
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
@@ -125,11 +120,8 @@ class RowRecipe(Recipe):
             return product[:, : q.rows].to(x.dtype)
         return grouped_product(packed.codes, q.codes[:, : q.rows], packed.scales, q.scales, ends, x.dtype)
 
-    def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
-        """Scales that ranks share, and smoothing, are not the kernels'."""
-        if ranks is not None or q.smoothing is not None:
-            return None
-        return Packing(self.code_type, q.codes.shape[1])
+    def packing(self, q: QuantizedWeight) -> Packing | None:
+        return Packing(self.code_type, q.codes.shape[1], smoothing=q.smoothing)
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
         if not self._integer:
@@ -138,34 +130,18 @@ class RowRecipe(Recipe):
 
         return int8_matmul(x.codes, q.codes[: q.rows], x.scales, q.scales[: q.rows], x.dtype)
 
-    def _summed(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> torch.Tensor:
-        """fp32 [T, N]: on a CPU, and where ranks share the scales and each has a part of the sum."""
-        codes, scale = self.activation_codes(tokens, q, ranks)
-        if tokens.is_cuda and not self._integer:
-            codes = functional.pad(codes, (0, q.codes.shape[1] - q.columns)).to(self.code_type)
-            return sum_over(fp8_product(codes, scale, q, torch.float32), ranks)
-        accumulated = int8_accumulate(codes, q) if self._integer else torch.mm(codes, q.operand.t())
-        if ranks is not None:  # whole numbers: the sum is the one rank's to the bit
-            accumulated = sum_over(accumulated.to(torch.int32) if self._integer else accumulated, ranks)
-        return accumulated.float().mul_(scale).mul_(q.scales[: q.rows].t())
-
-    def activation_codes(
-        self, tokens: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def activation_codes(self, tokens: torch.Tensor, q: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes of ``tokens`` [T, K] as fp32 numbers [T, K], and their scales [T, 1]; eager."""
         values = tokens.float()
         if q.smoothing is not None:
             values = values / q.smoothing
-        amax = formats.row_amax(values)
-        if ranks is not None:
-            amax = maximum_over(amax, ranks)
-        scale = formats.scale_of(amax, self.largest)
+        scale = formats.scale_of(formats.row_amax(values), self.largest)
         # No clamp: the quotient passes the limit by an ulp at most, and rounding takes it back.
         scaled = values / scale
         return (scaled.round_() if self._integer else formats.fp8_rounded(scaled)), scale
 
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
-        codes, scale = self.activation_codes(x.reshape(-1, q.columns), q, ranks)
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
+        codes, scale = self.activation_codes(x.reshape(-1, q.columns), q)
         values = codes * scale
         if q.smoothing is not None:
             values = values * q.smoothing
@@ -179,18 +155,14 @@ def _expert_of_each(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-    """Exact integers ``codes W^T`` [T, N], int32, or fp32 where they fit; ``codes`` [T, K] are fp32 integers."""
+    """CPU: exact integers ``codes W^T`` [T, N], int32, or fp32 where they fit; ``codes`` [T, K] are fp32 integers."""
     if q.operand is not None:
         if q.columns <= EXACT_COLUMNS:
             return torch.mm(codes, q.operand.t())
         pieces = zip(codes.split(EXACT_COLUMNS, 1), q.operand.split(EXACT_COLUMNS, 1), strict=True)
         return sum(torch.matmul(a, b.t()).to(torch.int32) for a, b in pieces)
     codes = functional.pad(codes.to(torch.int8), (0, q.codes.shape[1] - q.columns))
-    if not codes.is_cuda:
-        return torch._int_mm(codes, q.codes.t())[:, : q.rows]
-    from megatron_rl.quantization.kernels import int8_matmul
-
-    return int8_matmul(codes, q.codes)[:, : q.rows]
+    return torch._int_mm(codes, q.codes.t())[:, : q.rows]
 
 
 def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:

@@ -118,7 +118,19 @@ def test_every_layer_is_audited(runs, workshop):
 def test_aligned_training_keeps_agreeing(runs, workshop):
     """Four updates with a check before each: the copies are those of the last update every time."""
     runs["aligned"].check()
-    rows = [row for row in rows_of(workshop.run_dir("aligned")) if row["step"]]
+    check_agreement(rows_of(workshop.run_dir("aligned")))
+
+
+def test_aligned_training_keeps_agreeing_on_tensor_parallel_ranks(workshop):
+    flags = RUNS["aligned"] | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    (outcome,) = run_many([workshop.rl("aligned_ranks", **flags)], ranks=2)
+    outcome.check()
+    check_agreement(rows_of(workshop.run_dir("aligned_ranks")))
+    assert len(_audit(workshop.run_dir("aligned_ranks"))) == 8
+
+
+def check_agreement(rows: list[dict[str, float]]) -> None:
+    rows = [row for row in rows if row["step"]]
     assert len(rows) == 4
     for row in rows:
         assert row["parity/max"] < 1e-4

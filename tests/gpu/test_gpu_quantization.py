@@ -51,7 +51,7 @@ def test_a_grouped_product_is_that_of_each_expert(name: str, rows: int, columns:
     recipe, weights = _recipe(name), _random(4, rows, columns)
     stack, x = recipe.allocate(weights.shape, weights.device), _random(40, columns)
     for expert, weight in enumerate(weights):
-        recipe.encode(weight, None, stack.of_expert(expert))
+        recipe.encode(weight, stack.of_expert(expert))
     ends = [3, 3, 20, 33]
     product = recipe.grouped_matmul(x, stack, torch.tensor(ends, dtype=torch.int32, device="cuda")).float()
     for start, end, expert in zip([0, *ends], ends, range(4), strict=False):
@@ -74,7 +74,7 @@ def test_a_captured_product_sees_a_refresh(name: str):
     with torch.cuda.graph(graph):
         captured = recipe.matmul(x, q)
     weight.mul_(-0.5)
-    recipe.encode(weight, None, q)
+    recipe.encode(weight, q)
     graph.replay()
     assert [tensor.data_ptr() for tensor in q.tensors] == addresses
     assert torch.equal(captured, recipe.matmul(x, q))

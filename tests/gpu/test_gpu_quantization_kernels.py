@@ -74,12 +74,9 @@ class TestCompiled(KernelChecks):
 
     @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 100, 256, 1100])
     def test_products_of_a_model(self, tokens):
-        from megatron_rl.quantization.kernels import int8_matmul
-
         codes, weight = self.int8(tokens, COLUMNS), self.int8(272, COLUMNS)
-        ours = int8_matmul(codes.cuda(), weight.cuda())
-        # fp64 holds these integers exactly and has a fast product
-        assert torch.equal(ours.cpu().double(), codes.double() @ weight.double().t())
+        # fp64 holds these integers exactly and has a fast product; fp32 rounds the largest once
+        assert torch.equal(self.sums(codes, weight), (codes.double() @ weight.double().t()).float())
 
     def test_a_captured_graph_reads_the_refreshed_weight(self):
         """Quantise and multiply in a graph; new tokens and a re-quantised weight give the new product."""

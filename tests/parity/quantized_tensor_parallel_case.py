@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,13 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.errors import QuantizationError
-from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
+from megatron_rl.quantization.copies import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears
-from megatron_rl.quantization.recipe import Recipe
+from megatron_rl.quantization.recipe import QuantizedWeight, Recipe
+from megatron_rl.registry import RECIPES as LIBRARY
 from megatron_rl.trainer.scoring import Scorer
 from tests.distributed.programs import gather_whole
 from tests.support.generation import rollout_engine
@@ -42,16 +43,19 @@ def on_ranks(tensor_size: int, sequence_parallel: bool, folder: str) -> dict[str
     return report
 
 
-def report_of(groups: ParallelGroups, recipe: str, parallel: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Completions, their audit, the trainer's log-probs and a product; gradients go to ``folder``."""
+def report_of(
+    groups: ParallelGroups, recipe: str, parallel: dict[str, Any], folder: Path, in_parts: bool = False
+) -> dict[str, Any]:
+    """Completions, their audit, the trainer's log-probs and a product; gradients go to ``folder``.
+
+    ``in_parts``: one rank quantises as two would.
+    """
     policy = tiny_policy(tiny_config(groups.world_size, **parallel, **RECIPES[recipe]))
     wave_vectors(policy)
     audits: list[Any] = []
     quantization, engine = rollout_quantization(policy, recipe, audits), rollout_engine(policy)
-    if groups.tensor_group.size() == 1:
-        for layer in quantization.linears.layers:
-            if isinstance(layer.module, RowParallelLinear):
-                layer.recipe = _InHalves(layer.recipe)
+    for layer in quantization.linears.layers if in_parts else ():
+        layer.recipe = InParts(layer.recipe, layer)
     report: dict[str, Any] = {}
     for kind in ("greedy", "sampled"):
         requests = short_requests(4, greedy=kind == "greedy")
@@ -62,40 +66,70 @@ def report_of(groups: ParallelGroups, recipe: str, parallel: dict[str, Any], fol
         }
     batch = packed(requests, completions)
     scorer = Scorer(policy, groups, 1.0)
+
+    def gaps() -> torch.Tensor:
+        return (scorer.logprobs([batch])[0] - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
+
+    report["cost"] = gaps().mean().item()
     with quantization.emulated():
-        gap = (scorer.logprobs([batch])[0] - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
-        report["gap"] = gap.max().item()
+        report["gap"] = gaps().max().item()
         gradients = gradients_of(policy, scorer, batch, groups)
     if groups.is_main:
         torch.save(gradients, folder / f"{recipe}.pt")
     report["audit"] = [[row.layer, row.wanted, row.ran] for row in audits[0]]
-    report["products"] = products_of(quantization.linears, groups)
-    report["refused"] = refusal_of_a_nan(quantization.linears, groups)
+    with rollout_mode(policy):
+        report["products"] = products_of(quantization.linears, groups)
+    report["refused"] = refusal_of_a_nan(policy, recipe, groups)
     return report
 
 
-class _InHalves:
-    """A recipe whose products are sums of two halves, as two ranks add them up.
+class InParts:
+    """A recipe on one rank whose products are those of two: each half of a weight is quantised by itself."""
 
-    In one sum the last bit is another, and now and then an fp8 code of the next layer then rounds the other way.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, layer: QuantizedLinear) -> None:
+        self._recipe, self._layer, self._by_inputs = recipe, layer, layer.split == "rows"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recipe, name)
 
-    def matmul(self, *given: Any, **named: Any) -> torch.Tensor:
+    def _parts(self) -> list[QuantizedWeight]:
+        halves = self._halves(self._layer.parameter.detach(), columns=self._by_inputs)
+        smoothing = self._layer.weight.smoothing
+        if smoothing is None:
+            return [self._recipe.quantize(half) for half in halves]
+        given = self._inputs(smoothing[None])
+        return [self._recipe.quantize(half, each[0]) for half, each in zip(halves, given, strict=True)]
+
+    def _halves(self, weight: torch.Tensor, columns: bool) -> list[torch.Tensor]:
+        """Of each rank; the two blocks of a gated layer are cut each."""
+        if columns:
+            return list(weight.chunk(2, 1))
+        blocks = weight.chunk(self._layer.module.weight.partition_stride)
+        return [torch.cat(parts) for parts in zip(*(block.chunk(2) for block in blocks), strict=True)]
+
+    def _inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.chunk(2, -1) if self._by_inputs else (x, x)
+
+    def _outputs(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """[..., N] of both ranks' [..., N / 2], the inverse of `_halves`."""
+        blocks = [part.chunk(self._layer.module.weight.partition_stride, -1) for part in parts]
+        return torch.cat([torch.cat(halves, -1) for halves in zip(*blocks, strict=True)], -1)
+
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         """See `Recipe.matmul`."""
-        product = torch.mm
+        pairs = zip(self._inputs(x), self._parts(), strict=True)
+        products = [self._recipe.matmul(half, part) for half, part in pairs]
+        return sum(products) if self._by_inputs else self._outputs(products)
 
-        def in_halves(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            half = right.shape[0] // 2
-            return product(left[:, :half], right[:half]) + product(left[:, half:], right[half:])
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
+        """See `Recipe.round_trip`."""
+        seen = [self._recipe.round_trip(*each) for each in zip(self._inputs(x), self._parts(), strict=True)]
+        return torch.cat(seen, -1) if self._by_inputs else seen[0]
 
-        with mock.patch.object(torch, "mm", in_halves):
-            return self._recipe.matmul(*given, **named)
+    def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
+        """See `Recipe.dequantize`."""
+        parts = [self._recipe.dequantize(part) for part in self._parts()]
+        return torch.cat(parts, 1) if self._by_inputs else self._outputs([part.t() for part in parts]).t()
 
 
 @torch.no_grad()
@@ -137,15 +171,14 @@ def products_of(linears: QuantizedLinears, groups: ParallelGroups) -> dict[str, 
         x = torch.randn(8, columns * groups.tensor_group.size(), generator=torch.Generator().manual_seed(2))
         x[:, 3] *= 10  # the largest of every token lies on rank 0
         part = x[:, groups.tensor_group.rank() * columns : (groups.tensor_group.rank() + 1) * columns]
-        products[layer.name] = layer.recipe.matmul(part, layer.weight, ranks=layer.ranks).flatten().tolist()
+        products[layer.name] = layer.forward(part)[0].flatten().tolist()
     return products
 
 
 @torch.no_grad()
-def refusal_of_a_nan(linears: QuantizedLinears, groups: ParallelGroups) -> str:
-    """What a refresh says where the last rank's part of a row-parallel weight has one; of recipes that share scales."""
-    if not linears.recipe.shares_amax("rows"):
-        return "the weight of nobody"
+def refusal_of_a_nan(policy: PolicyModel, recipe: str, groups: ParallelGroups) -> str:
+    """What a refresh says where the last rank's part of a row-parallel weight has one."""
+    linears = QuantizedLinears(policy.gpt, LIBRARY.get(recipe), lockstep_group=groups.lockstep_group)
     layer = next(layer for layer in linears.layers if isinstance(layer.module, RowParallelLinear))
     if groups.tensor_group.rank() == groups.tensor_group.size() - 1:
         layer.parameter[0, 0] = torch.nan

@@ -25,10 +25,11 @@ from megatron_rl.tensor_files import TensorReader
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from tests.distributed.stage_programs import roll_out
+from tests.distributed import stage_programs
 from tests.support.foreign import write_ranks
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.hugging_face import batch_of, hf_run, write_back, write_model
+from tests.support.quantized import disturb, quantizable_policy, roll_out, rollout_quantization, short_requests
 from tests.support.samples import random_samples
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import VOCABULARY, single_thread, tiny_config, tiny_policy
@@ -45,6 +46,8 @@ def on_rank() -> dict[str, Any]:
     single_thread()
     groups = initialize(tiny_config().parallel, current_platform())
     report = {"same": _same_model(groups), "fp8": _fp8(groups), "hf": _hugging_face(groups), "steps": _steps(groups)}
+    recipes = ("int8", "int8_smooth", "fp8_block_pow2")
+    report["quantised"] = {recipe: _quantised(groups, recipe) for recipe in recipes}
     shut_down()
     return report
 
@@ -71,7 +74,7 @@ def on_context_rank() -> dict[str, float]:
 
 def on_stages(parallel: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Rollouts of each case, on this rank's stage."""
-    return roll_out(parallel, cases)
+    return stage_programs.roll_out(parallel, cases)
 
 
 def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:
@@ -183,10 +186,39 @@ def _fp8(groups: ParallelGroups) -> dict[str, Any]:
     return report | {"moved": (after - before).abs().max().item()}
 
 
+def _quantised(groups: ParallelGroups, recipe: str) -> dict[str, Any]:
+    """8-bit rollouts on both kinds of layers with the same weights, before and after a change of these."""
+    local, other = quantizable_policy(), tiny_policy(tiny_config(**ENGINE), seed=2)
+    report: dict[str, Any] = {"tokens": [], "gap": 0.0}
+    copies, audits = [], []
+    for policy in (local, other):
+        copies.append(rollout_quantization(policy, recipe, audits))
+    names = sorted(other.gpt.state_dict())
+    for by in (0.0, 0.3):
+        disturb(local, by)
+        with tempfile.TemporaryDirectory() as folder:
+            save_tensors(_made(folder, "weights"), local, None)
+            load(Path(folder, "weights"), other)
+        batches = []
+        for policy, quantization in zip((local, other), copies, strict=True):
+            quantization.weights_changed()
+            batches.append(roll_out(policy, rollout_engine(policy), quantization, short_requests(greedy=True)))
+        report["tokens"].append([batch.samples.token_ids.tolist() for batch in batches])
+        with copies[1].emulated():
+            report["gap"] = max(report["gap"], gaps(other, groups, batches[1], 1.0).max().item())
+    report["formats"] = [sorted({(row.layer, row.ran) for row in rows}) for rows in audits]
+    report["agree"] = all(row.agrees for rows in audits for row in rows)
+    report["same_names"] = sorted(other.gpt.state_dict()) == names
+    return report
+
+
 def _steps(groups: ParallelGroups) -> dict[str, list[dict[str, float]]]:
     """Whole steps of a run; the gap of later ones says whether rollouts and scores use the weights of the updates."""
     steps = {}
-    for name, flags in {"bf16": {**ENGINE, "bf16": True}, "fp8": FP8}.items():
+    int8 = {**ENGINE, "rl_rollout_quantization": "int8"}
+    cases = {"bf16": {**ENGINE, "bf16": True}, "fp8": FP8, "int8": int8 | {"bf16": True}}
+    cases |= {"aligned": int8 | {"rl_train_forward": "quantized"}, "fp8 with int8": FP8 | int8}
+    for name, flags in cases.items():
         run = toy_run(tiny_config(use_distributed_optimizer=True, **flags), groups)
         try:
             steps[name] = [rl_step(run, number).metrics for number in (1, 2, 3)]

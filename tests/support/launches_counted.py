@@ -1,7 +1,8 @@
 """How many kernels a piece of rollout code launches on a GPU, counted without one.
 
 Everything runs on the meta device, which claims to be CUDA while it is counted: an operator of torch that computes
-something is a kernel, and so is a launch of one of our Triton kernels. Views and allocations launch nothing.
+something is a kernel, and so is a launch of one of our Triton kernels. Views and allocations launch nothing. Ranks
+exchange nothing: their collectives are counted.
 """
 
 from __future__ import annotations
@@ -71,4 +72,6 @@ def counted() -> Iterator[Counter[str]]:
         patch.setattr(rowwise, "fp8_product", product)
         patch.setattr(fp8_block, "fp8_product", product)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+        for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            patch.setattr(torch.distributed, name, _Kernel(name, seen)[None])
         yield seen

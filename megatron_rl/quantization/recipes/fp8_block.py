@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as functional
 
 from megatron_rl.arithmetic import TILE
 from megatron_rl.quantization import formats
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, sum_over
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe
 
 
 class Fp8Block(Recipe):
@@ -32,10 +31,6 @@ class Fp8Block(Recipe):
         own = "{}.{}".format(*capability)
         return f"{self.name} needs a GPU of compute capability 9 (Hopper) and this one is {own}; use fp8 or int8"
 
-    def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [ceil(N / 128), 1, ceil(K / 128), 1]."""
-        return formats.tiles(weight).abs().amax((1, 3), keepdim=True).float()
-
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
         *stack, rows, columns = shape
         stored = self.stored_shape(rows, columns)
@@ -47,14 +42,14 @@ class Fp8Block(Recipe):
         operand = torch.zeros(*shape, device=device)
         return QuantizedWeight(codes, torch.ones(*stack, *tiles, device=device), rows, columns, operand=operand)
 
-    def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
+    def encode(self, weight: torch.Tensor, into: QuantizedWeight) -> None:
         if weight.is_cuda:
             from megatron_rl.quantization.kernels import requantize_blocks
 
             requantize_blocks(weight, into.codes, into.scales, whole=True, power_of_two=self.powers_of_two)
             return
         cut = formats.tiles(weight.float())
-        scale = self._scale(self.amax(weight) if amax is None else amax)
+        scale = self._scale(cut.abs().amax((1, 3), keepdim=True))
         # Rounded before the cast: a CPU converts fp8 element by element, and the operand wants the numbers.
         codes = formats.fp8_rounded((cut / scale).clamp_(-formats.FP8_MAX, formats.FP8_MAX))
         into.codes.copy_(codes.reshape(into.codes.shape))
@@ -69,22 +64,17 @@ class Fp8Block(Recipe):
         weight = formats.tiles(q.codes.float()) * q.scales[:, None, :, None]
         return weight.reshape(q.codes.shape)[: q.rows, : q.columns]
 
-    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda:
             from megatron_rl.quantization.kernels import quantize
 
-            packed = quantize(tokens, self.packing(q, None))
-            product = fp8_product(packed.codes, packed.scales, q, x.dtype if ranks is None else torch.float32)
+            product = self.multiply(quantize(tokens, self.packing(q)), q)
         else:
-            product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
-        if ranks is not None:
-            product = sum_over(product, ranks)
-        return product.to(x.dtype).view(*x.shape[:-1], q.rows)
+            product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t()).to(x.dtype)
+        return product.view(*x.shape[:-1], q.rows)
 
-    def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
-        if ranks is not None:  # their products are added up in fp32
-            return None
+    def packing(self, q: QuantizedWeight) -> Packing | None:
         return Packing(formats.FP8, q.codes.shape[1], in_segments=True, power_of_two=self.powers_of_two)
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
@@ -96,8 +86,7 @@ class Fp8Block(Recipe):
         scale = self._scale(formats.row_amax(cut))
         return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
 
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
-        # Segments lie within one rank.
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         codes, scale = self.activation_codes(x.reshape(-1, q.columns))
         return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)
 

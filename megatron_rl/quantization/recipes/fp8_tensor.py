@@ -6,14 +6,14 @@ import torch
 
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipes.fp8 import Fp8
-from megatron_rl.quantization.shapes import Split
 
 
 class Fp8Tensor(Fp8):
     """The coarsest recipe, as engines use that quantise a checkpoint on loading.
 
     Activations have a scale a token, not a batch: otherwise a token's log-prob would depend on what else is
-    decoded at the moment, and no trainer could reproduce it.
+    decoded at the moment, and no trainer could reproduce it. Tensor-parallel ranks have a scale each, as they have
+    there.
     """
 
     name = "fp8_tensor"
@@ -21,11 +21,7 @@ class Fp8Tensor(Fp8):
     safer = "fp8"
     one_pass = False
 
-    def shares_amax(self, split: Split) -> bool:
-        """All ranks hold parts of the one tensor."""
-        return True
-
-    def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
+    def amax(self, weight: torch.Tensor) -> torch.Tensor:
         """fp32 [N, 1], all equal."""
         return formats.row_amax(weight.reshape(1, -1)).expand(weight.shape[0], 1).contiguous()
 

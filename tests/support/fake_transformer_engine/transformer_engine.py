@@ -117,7 +117,7 @@ class LayerNormLinear(_Product):
     def __init__(self, in_features: int, out_features: int, *, eps: float, normalization: str, **rest: Any) -> None:
         super().__init__(in_features, out_features, **rest)
         assert normalization == "RMSNorm"
-        self.eps = eps
+        self.eps, self.normalization = eps, normalization
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=rest["params_dtype"]))
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:

@@ -63,6 +63,12 @@ def test_the_published_command_is_taken_but_for_its_format_of_checkpoints() -> N
     assert config.padded_bin_size == 12000, "what eight ranks share evenly"
 
 
+def test_its_rollouts_may_be_in_fp8_on_transformer_engines_layers(flags: list[str]) -> None:
+    config, problems = read_config([*flags, "--rl-rollout-quantization", "fp8"], 64)
+    assert problems == []
+    assert config.kernels.transformer_impl == "transformer_engine"
+
+
 def test_the_recipe_is_the_published_command(flags: list[str]) -> None:
     published, own = (read_config(words, 64)[0] for words in (PUBLISHED_COMMAND.split(), flags))
     differing = {flag.name for flag in all_flags() if published.value(flag.name) != own.value(flag.name)}

@@ -101,10 +101,6 @@ ONE_PROBLEM = [
     ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise needs --fp8-format e4m3"]),
     ({"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, 1, ["hybrid", "refused", "--fp8-format e4m3"]),
     ({"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 1, ["delayed", "refused", "--fp8-recipe blockwise"]),
-    (
-        {**ENGINE, "rl_rollout_quantization": "fp8"}, 1,
-        ["transformer_engine with --rl-rollout-quantization fp8", "leave one of them out"],
-    ),
     ({**ENGINE, "rl_inference_engine": "mcore"}, 1, ["--rl-inference-engine mcore", "never tried", "use rollout"]),
     (
         {**ENGINE, "num_experts": "4", "disable_bias_linear": True}, 1,

@@ -8,6 +8,7 @@ largest numbers off.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,9 +35,14 @@ def near(actual: torch.Tensor, expected: torch.Tensor, tolerance: dict[str, floa
     torch.testing.assert_close(actual.cpu(), expected, **tolerance)
 
 
+SMOOTHED = Packing(torch.int8, 112, smoothing=0.5 + torch.arange(100) / 50)
+
+
 def check_packed(packed: PackedActivations, numbers: torch.Tensor, packing: Packing) -> None:
     """The scales of eager torch, and its codes but for a few on the border between two."""
     largest = 127.0 if packing.code_type == torch.int8 else 448.0
+    if packing.smoothing is not None:
+        numbers = numbers / packing.smoothing.cpu()
     cut = formats.segments(numbers) if packing.in_segments else numbers[:, None]
     scales = formats.scale_of(formats.row_amax(cut), largest)
     scales = formats.power_of_two(scales) if packing.power_of_two else scales
@@ -81,10 +87,11 @@ class KernelChecks:
         near(normed, functional.rms_norm(wanted, (100,), weight, 1e-5), self._tolerance(dtype))
         assert before is None or stream.data_ptr() == before.data_ptr(), "the sum takes no memory of its own"
 
-    @pytest.mark.parametrize("packing", [ROWS_FP8, ROWS_INT8, SEGMENTS, POWERS])
+    @pytest.mark.parametrize("packing", [ROWS_FP8, ROWS_INT8, SMOOTHED, SEGMENTS, POWERS])
     def test_norm_and_codes(self, packing):
         from megatron_rl.models.kernels import add_norm
 
+        packing = replace(packing, smoothing=self._to(packing.smoothing))
         columns = 300 if packing.in_segments else 100
         residual, output, _, weight = self._stream(torch.float32, columns)
         wanted = output + residual
@@ -104,11 +111,12 @@ class KernelChecks:
         near(gate_up(inner.to(self.device), None), functional.silu(gate) * up, self._tolerance(dtype))
 
     @pytest.mark.parametrize(
-        "packing", [ROWS_FP8, ROWS_INT8, SEGMENTS, POWERS, Packing(formats.FP8, 1280, in_segments=True)]
+        "packing", [ROWS_FP8, ROWS_INT8, SMOOTHED, SEGMENTS, POWERS, Packing(formats.FP8, 1280, in_segments=True)]
     )
     def test_gate_and_codes(self, packing):
         from megatron_rl.models.kernels import gate_up
 
+        packing = replace(packing, smoothing=self._to(packing.smoothing))
         columns = packing.columns - (84 if packing.in_segments else 12)
         inner = 3 * randn(3, 2 * columns)
         gate, up = inner.chunk(2, -1)

@@ -16,10 +16,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled"),
 ]
 SINKS = {
-    "numbers": ({"out": "*bf16"}, {"scales": None, "SEGMENTS": False}),
-    "fp8": ({"out": "*fp8e4nv"}, {"SEGMENTS": False}),
-    "int8": ({"out": "*i8"}, {"SEGMENTS": False}),
-    "segments": ({"out": "*fp8e4nv"}, {"SEGMENTS": True}),
+    "numbers": ({"out": "*bf16"}, {"scales": None, "smoothing": None, "SEGMENTS": False}),
+    "fp8": ({"out": "*fp8e4nv"}, {"smoothing": None, "SEGMENTS": False}),
+    "int8": ({"out": "*i8"}, {"smoothing": None, "SEGMENTS": False}),
+    "smoothed": ({"out": "*i8", "smoothing": "*fp32"}, {"SEGMENTS": False}),
+    "segments": ({"out": "*fp8e4nv"}, {"smoothing": None, "SEGMENTS": True}),
 }
 ROUNDS_TO_E4M3 = "cvt.rn.satfinite.e4m3x2.f32"
 
@@ -34,7 +35,9 @@ def check(text: str, sink: str) -> None:
     assert "ld.local" not in text and "st.local" not in text, "numbers are spilt to memory"
 
 
-@pytest.mark.parametrize(("sink", "block"), [("numbers", 4096), ("fp8", 8192), ("int8", 4096), ("segments", 8192)])
+@pytest.mark.parametrize(
+    ("sink", "block"), [("numbers", 4096), ("fp8", 8192), ("int8", 4096), ("smoothed", 8192), ("segments", 8192)]
+)
 def test_residual_and_norm(sink, block):
     from megatron_rl.models.kernels import add_norm_kernel
 
@@ -50,7 +53,7 @@ def test_gate(sink):
     from megatron_rl.models.kernels import gate_kernel
 
     pointers, constants = SINKS[sink]
-    block = 32768 if sink in ("fp8", "int8") else 1024
+    block = 1024 if sink in ("numbers", "segments") else 32768
     types = {"inner": "*bf16", "scales": "*fp32"} | pointers
     text, _ = compiled(
         gate_kernel, types, constants | {"POWER_OF_TWO": True, "BLOCK": block}, num_warps=min(block // 512, 16)

@@ -10,10 +10,13 @@ import torch
 
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps
+from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 from tests.support.launches_counted import counted
 from tests.support.meta import META, meta_context
+from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -24,8 +27,10 @@ MODELS = {
 }
 
 
-def launches(layers: int, model: str, recipe: str, stored: torch.dtype | None, ops: RolloutOps) -> Counter[str]:
-    policy = tiny_policy(tiny_config(bf16=True, num_layers=layers, **MODELS[model]))
+def launches(
+    layers: int, model: str, recipe: str, stored: torch.dtype | None, ops: RolloutOps, ranks: int = 1
+) -> Counter[str]:
+    policy = tiny_policy(tiny_config(ranks, bf16=True, num_layers=layers, **MODELS[model] | parallel(ranks)))
     context = meta_context(policy, "triton_paged", ops, stored)
     forward = RolloutForward(policy, context)
     token, positions = torch.zeros(6, dtype=torch.int64, device=META), torch.zeros(1, 6, dtype=torch.int64, device=META)
@@ -41,10 +46,22 @@ def launches(layers: int, model: str, recipe: str, stored: torch.dtype | None, o
     return seen
 
 
-def of_a_layer(*case: object) -> Counter[str]:
+def parallel(ranks: int) -> dict[str, int]:
+    return {"tensor_model_parallel_size": ranks}
+
+
+def of_a_layer(*case: object, ranks: int = 1) -> Counter[str]:
     """What a step launches once drops out."""
-    more, less = launches(3, *case), launches(2, *case)
+    more, less = (launches(layers, *case, ranks=ranks) for layers in (3, 2))
     return more - less
+
+
+def on_ranks(size: int) -> dict[str, dict[str, int]]:
+    """Of each recipe, in a process of `run_ranks`."""
+    initialize(tiny_config(size, **parallel(size)).parallel, current_platform())
+    found = {name: of_a_layer("biased", name, None, RolloutOps(fused=True), ranks=size) for name in RECIPES.names()}
+    shut_down()
+    return found
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -55,6 +72,7 @@ def of_a_layer(*case: object) -> Counter[str]:
         ("fp8", None, 18),
         ("fp8_block", None, 18),
         ("int8", None, 18),
+        ("int8_smooth", None, 18),
         ("fp8", torch.float8_e4m3fn, 20),
         ("none", torch.float8_e4m3fn, 14),
     ],
@@ -72,3 +90,13 @@ def test_the_count_sees_what_is_fused(one_rank: object) -> None:
     assert fused["rows_kernel"] == 1, "the projection's input is attention's; all others come quantised"
     assert eager["rows_kernel"] == 4
     assert not any(name in fused for name in ("cat", "index_copy_", "silu", "_fused_rms_norm", "rms_norm", "pow"))
+
+
+def test_tensor_parallel_ranks_exchange_what_bf16_does() -> None:
+    """All inputs but attention's output come quantised, with the rank's own scales, and two sums a layer follow."""
+    found, other = run_ranks("tests.unit.models.test_rollout_launches:on_ranks", 2, size=2)
+    assert found == other
+    for recipe, seen in found.items():
+        collectives = seen.pop("all_reduce")
+        assert collectives == 2, (recipe, seen)
+        assert sum(seen.values()) <= (11 if recipe == "none" else 12), (recipe, seen)

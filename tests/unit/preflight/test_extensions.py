@@ -111,7 +111,7 @@ def test_a_loss_that_returns_something_else_is_refused(here: Path, source: str) 
         ("rl_rollout_quantization", "X = 5", "is 5; name an instance"),
         (
             "rl_rollout_quantization",
-            "class Bad(type(INT8)):\n    def matmul(self, x, q, ranks=None): return x\nX = Bad()",
+            "class Bad(type(INT8)):\n    def matmul(self, x, q): return x\nX = Bad()",
             "a tensor of shape [4, 256] and torch.float32 from matmul; return finite numbers of shape [4, 128]",
         ),
         ("rl_tool_call_parser", "X = HERMES", ""),

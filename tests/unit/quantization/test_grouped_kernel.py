@@ -32,7 +32,7 @@ def stack_of(name: str, experts: int, rows: int, columns: int) -> QuantizedWeigh
     if q.smoothing is not None:
         q.smoothing.copy_(numbers(experts, columns, torch.float32).abs() + 0.1)
     for expert in range(experts):
-        recipe.encode(numbers(rows, columns, torch.float32) * (expert + 1), None, q.of_expert(expert))
+        recipe.encode(numbers(rows, columns, torch.float32) * (expert + 1), q.of_expert(expert))
     return q
 
 

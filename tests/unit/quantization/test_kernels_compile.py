@@ -27,7 +27,7 @@ def test_rows(codes):
     from megatron_rl.quantization.kernels import rows_kernel
 
     pointers = {"values": "*bf16", "codes": f"*{codes}", "scales": "*fp32", "smoothing": "*fp32"}
-    constants = {"given_scales": None, "BLOCK": 1024}
+    constants = {"BLOCK": 1024}
     text, _ = compiled(rows_kernel, pointers, constants)
     assert "div.rn.f32" in text and "div.full" not in text
     assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == (codes == "fp8e4nv")
@@ -85,20 +85,18 @@ def test_any_number_of_tiles_takes_the_same_grouped_kernel(tokens):
     assert kind_of_call(grouped_kernel, types, {"row_tiles": tokens}) == kind_of_call(grouped_kernel, types)
 
 
-@pytest.mark.parametrize(("tokens", "raw", "even"), [(1, True, True), (64, False, False), (512, False, True)])
-def test_products(tokens, raw, even):
+@pytest.mark.parametrize(("tokens", "even"), [(1, True), (64, False), (512, True)])
+def test_products(tokens, even):
     from megatron_rl.quantization.kernels import matmul_kernel, tiles_for
 
     tiles = tiles_for(tokens)
-    epilogue = ("scales", "weight_scales")
-    pointers = {"codes": "*i8", "weight_codes": "*i8", "out": "*i32" if raw else "*bf16"}
+    pointers = {"codes": "*i8", "weight_codes": "*i8", "out": "*bf16", "scales": "*fp32", "weight_scales": "*fp32"}
     constants = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "GROUP": 8}
-    constants |= {"STEPS": 8, "EVEN": even} | (dict.fromkeys(epilogue) if raw else {})
-    pointers |= {} if raw else dict.fromkeys(epilogue, "*fp32")
+    constants |= {"STEPS": 8, "EVEN": even}
     text, shared = compiled(
         matmul_kernel, pointers, constants, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False
     )
     assert ".s32.s8.s8" in text  # integer tensor cores
-    assert raw or "cvt.rn.bf16x2.f32" in text or "cvt.rn.bf16.f32" in text
+    assert "cvt.rn.bf16x2.f32" in text or "cvt.rn.bf16.f32" in text
     assert "fma.rn.f32" not in text  # an fp32 operation rounds once
     assert shared <= SHARED_MEMORY

@@ -43,7 +43,7 @@ def test_by_hand(policy: PolicyModel) -> None:
     with torch.no_grad():
         layer.module.weight.zero_()
         layer.module.weight[:2, :2] = torch.tensor([[127.0, -63.4], [2.0, 1.0]])
-    layer.recipe.encode(layer.module.weight.detach(), None, layer.weight)
+    layer.recipe.encode(layer.module.weight.detach(), layer.weight)
     x = torch.zeros(1, 1, layer.weight.columns)
     x[0, 0, :3] = torch.tensor([127.0, 1.4, 0.4])
     x.requires_grad_()
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_dequantised_product(policy: PolicyModel, rec
     layer = layer_of(policy, recipe, name)
     if layer.weight.smoothing is not None:
         layer.weight.smoothing.uniform_(0.5, 2.0)
-        layer.recipe.encode(layer.module.weight.detach(), None, layer.weight)
+        layer.recipe.encode(layer.module.weight.detach(), layer.weight)
     x = activations(layer.weight.columns).requires_grad_()
     product, _ = layer.forward(x)
     loss_of(product).backward()

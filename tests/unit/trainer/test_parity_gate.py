@@ -190,7 +190,7 @@ class TestOtherWeights:
         case = Case(one_rank, emulation_limit=1e-3, **NO_LIMITS)
         case.roll_out()
         layer = case.quantization.linears.layers[3]
-        layer.recipe.encode(-layer.module.weight.detach(), None, layer.weight)
+        layer.recipe.encode(-layer.module.weight.detach(), layer.weight)
         batch = case.roll_out()
         assert "stale or other weights" in case.check(batch).problems[0]
 
@@ -203,7 +203,7 @@ class TestOtherWeights:
 
         def refresh() -> None:
             for layer in linears.layers:
-                layer.recipe.encode(-layer.module.weight.detach(), None, layer.weight)
+                layer.recipe.encode(-layer.module.weight.detach(), layer.weight)
 
         honest = case.check(batch).metrics["parity/top1_agreement"]
         monkeypatch.setattr(linears, "refresh", refresh)
