@@ -19,8 +19,6 @@ FEWEST_KEYS = 16
 them."""
 TILE = 128
 """Rows and columns of a quantised weight that share a scale, and inputs of a token."""
-LOGITS_AT_ONCE = 2**26
-"""Of the log-prob pass: 256 MiB for each fp32 temporary, whatever the length of the batch."""
 PRODUCT_ELEMENTS = 2**27
 """Logits of the fused output layer made at a time: 256 MiB in bf16, 880 rows of a vocabulary of 152,000. Not tuned."""
 FEWEST_LOGIT_ROWS = 64

@@ -8,9 +8,10 @@ between the two happens in ``selected_logprobs`` and nowhere else. On ``P0 P1 A0
     result at index            1           2           3
     selected_logprobs      0   log p(P1)   log p(A0)   log p(E)
 
-Rows are worked through in chunks, and the backward pass computes the softmax again, so no fp32 copy of the logits ever
-exists. Fused with the output layer, the logits do not exist either: its product is made a few rows at a time, and again
-in the backward pass. That costs a fourth product for three, and saves logits and their gradient, [T, V / tp] each.
+The backward pass computes the softmax again, so no fp32 copy of the logits ever exists. On CUDA there are two kernels,
+each of which reads the logits once (`logprob_kernels`); their twin in plain torch works through a few rows at a time.
+Fused with the output layer, the logits do not exist either: its product is made a few rows at a time, and again in the
+backward pass. That costs a fourth product for three, and saves the logits, [T, V / tp].
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.algorithms.context import Share
-from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, LOGITS_AT_ONCE, PRODUCT_ELEMENTS
+from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS
 
 CPU_CHUNK_ELEMENTS = 2**20
-"""Logits worked on at a time on a CPU, where temporaries that leave the cache made the pass twice as slow."""
+"""Logits worked on at a time in plain torch: temporaries that left a CPU's cache made the pass twice as slow."""
 
 CPU_PRODUCT_ELEMENTS = 2**24
 """`PRODUCT_ELEMENTS` on a CPU: 64 MiB in fp32. Not tuned."""
@@ -49,6 +50,7 @@ def selected_logprobs(
     entropy: Entropy = "none",
     share: Share | None = None,
     context_group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each token of a packed batch under ``softmax(logits / temperature)``.
 
@@ -68,6 +70,8 @@ def selected_logprobs(
         entropy: whether to return it, and whether a gradient flows through it.
         share: the W of T tokens that ``output`` is of; None where it is of all.
         context_group: with ``share`` the context-parallel ranks.
+        overwrite: the backward pass may write the logits' gradient over the logits. What of autograd reads them after
+            that, a second backward pass for one, raises a ``RuntimeError``.
 
     Returns:
         Log-probs, and the entropy in nats of the distribution that token t was drawn from, or None. Both [T] fp32 (fp64
@@ -79,7 +83,7 @@ def selected_logprobs(
     targets = token_ids.roll(-1)
     if share is not None:
         targets = targets[share.local]
-    at_logits, entropy_at_logits = _TargetLogprobs.apply(output, weight, targets, shard, entropy)
+    at_logits, entropy_at_logits = _TargetLogprobs.apply(output, weight, targets, shard, entropy, overwrite)
     if share is not None:
         at_logits = share.whole(at_logits, context_group)
         entropy_at_logits = None if entropy_at_logits is None else share.whole(entropy_at_logits, context_group)
@@ -104,8 +108,7 @@ class Shard:
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Row ranges and their real logits over the temperature: a fresh copy [rows, columns] in fp32 or better."""
         columns = self.columns(logits.shape[1])
-        elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else LOGITS_AT_ONCE
-        rows = max(1, elements // max(columns, 1))
+        rows = max(1, CPU_CHUNK_ELEMENTS // max(columns, 1))
         for start in range(0, logits.shape[0] if columns else 0, rows):
             part = slice(start, start + rows)
             chunk = logits[part, :columns].to(torch.promote_types(logits.dtype, torch.float32), copy=True)
@@ -117,7 +120,13 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, weight: Tensor | None, targets: Tensor, shard: Shard, entropy: Entropy
+        ctx: Any,
+        output: Tensor,
+        weight: Tensor | None,
+        targets: Tensor,
+        shard: Shard,
+        entropy: Entropy,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
         local = targets - shard.vocab_start
         owned = (local >= 0) & (local < shard.columns(output.shape[1] if weight is None else weight.shape[0]))
@@ -134,7 +143,7 @@ class _TargetLogprobs(torch.autograd.Function):
         # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
         entropies = log_sum - mean_logits[0] if mean_logits else None
 
-        ctx.shard, ctx.differentiable_entropy = shard, entropy == "differentiable"
+        ctx.shard, ctx.differentiable_entropy, ctx.overwrite = shard, entropy == "differentiable", overwrite
         ctx.save_for_backward(output, weight, columns, owned, largest, log_sum, entropies)
         if entropies is not None and not ctx.differentiable_entropy:
             ctx.mark_non_differentiable(entropies)
@@ -142,15 +151,14 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         output, weight, *known, entropies = ctx.saved_tensors
         known = (*known, entropies if ctx.differentiable_entropy else None)
-        grad_output = torch.empty_like(output)
         if weight is None:
-            _logits_gradient(output, known, grad_logprobs, grad_entropies, ctx.shard, out=grad_output)
-            return grad_output, None, None, None, None
+            out = output.detach() if ctx.overwrite else torch.empty_like(output)
+            _logits_gradient(output, known, grad_logprobs, grad_entropies, ctx.shard, out)
+            return out, None, None, None, None, None
+        grad_output = torch.empty_like(output)
         # fp32: a sum of many products rounded to bf16 each time drifts.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for rows, logits in _products(output, weight):
@@ -161,7 +169,12 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), output[rows])
             else:
                 grad_weight += grad.t() @ output[rows]
-        return grad_output, grad_weight.to(weight.dtype), None, None, None
+        return grad_output, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def runs_kernels(logits: Tensor) -> bool:
+    """Whether logits of this kind go through the kernels, which compute in fp32."""
+    return logits.is_cuda and logits.dtype != torch.float64
 
 
 def _products(output: Tensor, weight: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
@@ -191,6 +204,11 @@ def _logits_gradient(
     ``known`` of each row: column and ownership of the target, largest logit, log sum, and the entropy where a gradient
     flows through it.
     """
+    if runs_kernels(logits):
+        from megatron_rl.algorithms.logprob_kernels import logits_gradient
+
+        real = shard.columns(logits.shape[1])
+        return logits_gradient(logits, known, (grad_logprobs, grad_entropies), real, shard.temperature, out)
     columns, owned, largest, log_sum, entropies = known
     out[:, shard.columns(logits.shape[1]) :] = 0
     # With x = logits / temperature: d log p(target) / dx = [v is target] - p.
@@ -216,6 +234,11 @@ def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Sha
     The largest logit and the log of the sum of ``exp(logit - largest)``, both -inf when there are no columns; the
     target's logit, 0 where another rank holds it; the mean of ``logit - largest`` under the softmax over the columns.
     """
+    if runs_kernels(logits):
+        from megatron_rl.algorithms.logprob_kernels import local_statistics
+
+        real = shard.columns(logits.shape[1])
+        return local_statistics(logits, columns, owned, real, shard.temperature, want_entropy)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     statistics = logits.new_zeros((4 if want_entropy else 3, logits.shape[0]), dtype=dtype)
     statistics[:2] = -torch.inf

@@ -18,7 +18,7 @@ _AT_ONCE = "--inference-max-batch-size says how many completions are decoded at 
 _TOGETHER = "a step submits all its groups at once and takes them together"
 _JOURNAL = "finished groups are always kept in the run directory's journal until a checkpoint covers them"
 _ONE_MODEL = "the weights that train are those that generate, so nothing is copied"
-_NOT_FUSED = "layers run without fused kernels in this version"
+_NOT_FUSED = "layers run without this fused kernel in this version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class CompatibilityConfig:
     attention_softmax_in_fp32: bool = flag(False, note="every attention kernel here adds up its softmax in fp32")
     masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion", note=_NOT_FUSED)
     bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion", note=_NOT_FUSED)
-    bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", note=_NOT_FUSED)
+    bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", note="a SwiGLU in training is always fused")
     bias_dropout_fusion: bool = flag(True, off="--no-bias-dropout-fusion", note=_NOT_FUSED)
     apply_rope_fusion: bool = flag(True, off="--no-rope-fusion", note=_NOT_FUSED)
     gradient_accumulation_fusion: bool = flag(True, off="--no-gradient-accumulation-fusion", note=_NOT_FUSED)

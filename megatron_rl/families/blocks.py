@@ -191,7 +191,8 @@ def _dense(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterat
 
 
 def _dense_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
-    return 0 if again else _mlp_kept(model, model.ffn_hidden_size // ranks)
+    width = model.ffn_hidden_size // ranks
+    return 0 if again else 3 * width if model.swiglu else _mlp_kept(model, width)
 
 
 def _mlp_kept(model: Architecture, width: int) -> int:

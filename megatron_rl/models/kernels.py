@@ -2,6 +2,7 @@
 
 `add_norm` and `gate_up`: a program a row, which goes out as numbers, or as the codes and scales that the next product
 wants. `rotate_store`: a decode step's heads, with norms of query and key, rotation, key and value into the cache.
+Training gates with `gate_up`, too, and has its gradient here.
 """
 
 from __future__ import annotations
@@ -258,3 +259,30 @@ def _stored(numbers, cache, scales, group):
         codes = e4m3_of(tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)).to(tl.uint8, bitcast=True)
         stored = tl.where(scaled == scaled, codes, 0x7F)  # a NaN stays one
     return stored
+
+
+def gate_up_gradient(inner: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``inner`` [T, 2 F] from that of `gate_up`, [T, F]; rounded where eager torch rounds."""
+    inner, grad = inner.contiguous(), grad.contiguous()
+    rows, columns = grad.shape
+    out = torch.empty_like(inner)
+    gate_gradient_kernel[(rows, triton.cdiv(columns, _PIECE))](inner, grad, out, columns, BLOCK=_PIECE, num_warps=4)
+    return out
+
+
+@triton.jit
+def gate_gradient_kernel(inner, grad, out, columns, BLOCK: tl.constexpr):
+    """One program a stretch of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    dtype = inner.dtype.element_ty
+    place = row * 2 * columns + column
+    gate = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(inner + place + columns, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(grad + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-gate))
+    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # the bits of `gate_kernel`
+    of_opened = (slope * up).to(dtype).to(tl.float32)
+    tl.store(out + place, (of_opened * share * (1.0 + gate * (1.0 - share))).to(dtype), mask=inside)
+    tl.store(out + place + columns, (slope * opened).to(dtype), mask=inside)

@@ -131,7 +131,10 @@ class Scorer(PackedForward):
     def select(
         self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", *, is_logits: bool = False
     ) -> TokenBatch:
-        """The batch with current log-probs and entropy; ``output`` is that of `forward`, or ``is_logits``."""
+        """The batch with current log-probs and entropy; ``output`` is that of `forward`, or ``is_logits``.
+
+        The backward pass writes the gradient of logits over them.
+        """
         weight = None
         if self._fused and not is_logits:
             gpt = self._policy.chunks[-1]
@@ -149,6 +152,7 @@ class Scorer(PackedForward):
             entropy=entropy,
             share=batch.packing.share,
             context_group=self.groups.context_group,
+            overwrite=True,
         )
         return replace(batch, current_logprobs=logprobs, entropy=entropies)
 

@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import load, load_rank_files, save_tensors
 from megatron_rl.families import read_model
 from megatron_rl.loop import rl_step
+from megatron_rl.models.blocks.dense import GatedMLP
 from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
@@ -86,6 +87,7 @@ def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -
 def _same_model(groups: ParallelGroups) -> dict[str, Any]:
     """A checkpoint of local layers in Transformer Engine's, and the way back with an optimizer's state."""
     local, other = tiny_policy(), tiny_policy(tiny_config(**ENGINE), seed=2)
+    assert all(isinstance(layer.mlp, GatedMLP) for layer in other.layers), "SwiGLU would keep more"
     with torch.no_grad():
         for name, parameter in local.gpt.named_parameters():
             if "norm" in name:  # they all begin as ones

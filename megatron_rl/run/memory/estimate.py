@@ -181,7 +181,7 @@ def _teacher(config: RLConfig, world_size: int, vocab_size: int, stage: int, num
     layout = own.layout(vocab_size, stage)
     weights = sum(parameter.size for parameter in layout.parameters) * number
     activations = activation_elements(own, layout, stage) // len(layout.layers) * number
-    return weights, activations + training_logits(own, layout, number)
+    return weights, activations + training_logits(own, layout, number, learns=False)
 
 
 def slot_bytes(config: RLConfig, layout: ModelLayout | None = None) -> int:
@@ -300,7 +300,7 @@ def _rows(config: RLConfig, result: Estimate) -> Iterator[tuple[str, int, int, s
         ("teacher's pass", result.teacher_pass, "logits of a bin and a layer's activations; approximate"),
         ("activations", result.activations, f"{tokens} tokens, {_recomputation(config)}; approximate"),
         ("logits, rollout", result.rollout_logits, f"{slots} rows of the whole vocabulary, fp32"),
-        ("logits, training", result.training_logits, f"{tokens} rows of this rank's part, and their gradient"),
+        ("logits, training", result.training_logits, f"{tokens} rows of this rank's part; gradient of the head"),
     ):  # fmt: skip
         yield name, use.rollout, use.update, what
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, LOGITS_AT_ONCE, PRODUCT_ELEMENTS
+from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ExpertShare, Layer, Linear, ModelLayout, Stages
 from megatron_rl.families.blocks import blocks_of
@@ -107,7 +107,8 @@ def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -
           with qk norms     + T (2 q + k + v)   the projection itself, and q once more
           core recomputed   T (3 q + 2 k + v)   the projection, rotated q and k, the result
           both              T (4 q + 2 k + v)   the same, and q once more
-        MLP                 5 T f               fc1 counts twice, the gate after SiLU, the other half, their product
+        MLP                 3 T f               SwiGLU: fc1 counts twice, and its product
+          other gates       5 T f               the gate after its activation and the other half, too
           without gate      2 T f
           recomputed        0
 
@@ -171,19 +172,18 @@ def read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
     return sum(parameter.size for parameter in layout.parameters) - replaced
 
 
-def training_logits(config: RLConfig, layout: ModelLayout, number: int) -> int:
-    """Of a bin, where the head is: saved and their gradient in the model's type, and the fp32 chunks of the pass.
+def training_logits(config: RLConfig, layout: ModelLayout, number: int, *, learns: bool = True) -> int:
+    """Of a bin, where the head is: in the model's type, with their gradient written over them.
 
-    Fused with the output layer a few rows of them at a time, and the gradient of its weight, in fp32 and once more.
+    Beside them, in a model that ``learns``, the gradient of the output layer's weight. Fused with that layer a few rows
+    of logits at a time, and the weight's gradient also in fp32.
     """
     if not layout.is_last:
         return 0
     tokens = config.padded_bin_size // config.parallel.context_parallel_size
     columns = layout.padded_vocab_size // layout.tensor_size
-    temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
+    weight = columns * config.model.hidden_size if learns else 0
     if not config.kernels.rl_fused_output_layer:
-        logits = tokens * columns
-        return 2 * logits * number + temporaries * min(logits, LOGITS_AT_ONCE) * FP32
-    logits = min(tokens, max(FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS // columns)) * columns
-    weight = columns * config.model.hidden_size * (FP32 + (number if number < FP32 else 0))
-    return logits * number + temporaries * min(logits, LOGITS_AT_ONCE) * FP32 + weight
+        return (tokens * columns + weight) * number
+    rows = min(tokens, max(FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS // columns))
+    return rows * columns * number + weight * (FP32 + (number if number < FP32 else 0))

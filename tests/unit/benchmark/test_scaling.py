@@ -185,7 +185,8 @@ def test_memory_of_layouts_that_the_estimate_does_not_know() -> None:
     assert ours.copies == 4 * 50 + held[1]
     assert ours.row == 10 * 4 * 2 * 4
     halved = memory(MOE, dataclasses.replace(layout, context=2), context=10, tokens=16)
-    assert halved.activations == ours.activations / 2 and halved.optimizer == ours.optimizer
+    head = 2 * 160 / 2  # the gradient of the output layer's weight, whatever the tokens
+    assert halved.activations - head == (ours.activations - head) / 2 and halved.optimizer == ours.optimizer
 
 
 def test_layouts_that_are_tried() -> None:

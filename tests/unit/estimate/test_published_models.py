@@ -67,10 +67,10 @@ def test_two_context_parallel_ranks_share_tokens_and_optimizer_state() -> None:
     assert (result.sizes.replicas, result.sizes.copies) == (4, 8)
     for name in ("weights", "gradients", "optimizer", "kv_cache"):
         assert getattr(result, name) == getattr(alone, name)
-    a_layer = 4 * 750 * 5120 + 6000 * (3 * 640 + 3 * 128) + 6000 * 5 * 3456
+    a_layer = 4 * 750 * 5120 + 6000 * (3 * 640 + 3 * 128) + 6000 * 3 * 3456
     gathered = (2 * 12000 + 3000) * 2 * 128  # all tokens, and chunks 0 and 3 of four see one and four of them
     assert result.activations.update == 2 * (64 * a_layer + 2 * 750 * 5120 + gathered)
-    assert result.training_logits.update == 2 * 2 * 6000 * 19072 + 2 * 4 * 2**26
+    assert result.training_logits.update == 2 * (6000 + 5120) * 19072
     text = report_text(example("--context-parallel-size", "2"), result)
     assert "(tensor 8 x context 2 x data 4)" in text and "spread over 8 ranks" in text
 
@@ -105,9 +105,9 @@ def test_the_example_on_64_ranks() -> None:
     assert result.optimizer.update == 12 * held // 8
     assert result.kv_cache.rollout == 32 * 12000 * (2 * 64 * 1 * 128 * 2)
     assert result.rollout_logits.rollout == 3 * 4 * 32 * 152576
-    assert result.training_logits.update == 2 * 2 * 12000 * 19072 + 2 * 4 * 2**26
+    assert result.training_logits.update == 2 * (12000 + 5120) * 19072
     # norms on an eighth of the tokens; projection, rotated q and k, and the result; the MLP
-    a_layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 3 * 128) + 12000 * 5 * 3456
+    a_layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 3 * 128) + 12000 * 3 * 3456
     assert result.activations.update == 2 * (64 * a_layer + 2 * 1500 * 5120)
     assert (result.quantized.update, result.reference.host) == (0, 0)
     in_both = 2 * held + result.kv_cache.rollout
@@ -133,7 +133,7 @@ def test_the_example_on_64_ranks() -> None:
         (("--no-use-distributed-optimizer",), {"optimizer.update": 12 * 4_096_717_824}),
         (("--grpo-kl-beta", "0.1"), {"reference.host": 2 * 2 * 4_096_717_824}),
         (("--grpo-default-temperature", "0.9"), {"rollout_logits.rollout": 4 * 4 * 32 * 152576}),
-        (("--grpo-entropy-term-weight", "0.1"), {"training_logits.update": 4 * 12000 * 19072 + 4 * 4 * 2**26}),
+        (("--rl-fused-output-layer",), {"training_logits.update": 2 * 2**27 // 19072 * 19072 + 6 * 5120 * 19072}),
         (
             ("--transformer-impl", "local", "--rl-rollout-quantization", "fp8"),
             {"quantized.update": 64 * (5120 * (896 + 640 + 3 * 3456) + 4 * (896 + 5120 + 2 * 3456 + 5120))},
@@ -158,7 +158,7 @@ def test_a_share_of_free_memory_says_which_devices_will_do() -> None:
 def test_recomputing_layers_leaves_their_inputs() -> None:
     whole = ("--no-recompute-activations", "--recompute-granularity", "full", "--recompute-method", "uniform",
              "--recompute-num-layers", "1")  # fmt: skip
-    layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 2 * 128) + 12000 * 5 * 3456
+    layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 2 * 128) + 12000 * 3 * 3456
     assert on_64(*whole).activations.update == 2 * (64 * 1500 * 5120 + layer + 2 * 1500 * 5120)
 
 

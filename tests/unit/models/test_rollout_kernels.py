@@ -122,6 +122,18 @@ class KernelChecks:
         gate, up = inner.chunk(2, -1)
         check_packed(gate_up(inner.to(self.device), packing), functional.silu(gate) * up, packing)
 
+    @DTYPES
+    @pytest.mark.parametrize("columns", [100, 1500])
+    def test_gradient_of_the_gate(self, dtype, columns):
+        from megatron_rl.models.blocks.dense import swiglu
+        from megatron_rl.models.kernels import gate_up_gradient
+
+        inner, grad = 3 * randn(3, 2 * columns, dtype=dtype), randn(3, columns, seed=1, dtype=dtype)
+        inner[0, 0], inner[0, 1] = 100.0, -100.0
+        (wanted,) = torch.autograd.grad(swiglu(inner.requires_grad_()), inner, grad)
+        actual = gate_up_gradient(*map(self._to, (inner.detach(), grad)))
+        near(actual, wanted, self._tolerance(dtype))
+
     # -- heads ---------------------------------------------------------------------------------
 
     @DTYPES

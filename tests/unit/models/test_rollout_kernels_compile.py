@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.support.compiling import compiled
+from tests.support.compiling import compile_for_hopper, compiled
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -59,6 +59,16 @@ def test_gate(sink):
         gate_kernel, types, constants | {"POWER_OF_TWO": True, "BLOCK": block}, num_warps=min(block // 512, 16)
     )
     check(text, sink)
+
+
+@pytest.mark.parametrize("width", [4864, 18_944, 27_648 // 8])
+def test_gradient_of_the_gate(width):
+    from megatron_rl.models.kernels import gate_gradient_kernel
+
+    types, sixteens = dict.fromkeys(("inner", "grad", "out"), "*bf16"), ["columns"] * (width % 16 == 0)
+    made = compile_for_hopper(gate_gradient_kernel, types, {"BLOCK": 1024}, sixteens, num_warps=4)
+    assert made.resources.spilled == 0 and made.programs_at_once >= 8
+    assert made.ptx.count("ld.global.v4.b32") == 3 and made.ptx.count("st.global.v4.b32") == 2, "8 numbers at a time"
 
 
 @pytest.mark.parametrize(("codes", "normed"), [(False, False), (True, True)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_rl.arithmetic import LOGITS_AT_ONCE
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 
@@ -157,7 +156,7 @@ def activation_bytes(model: Model, layout: Layout, tokens: int, is_last: bool) -
     if not is_last and layout.pipeline > 1:
         return 2 * numbers
     logits = tokens * model.head / model.hidden / layout.tensor
-    return 2 * (numbers + 2 * border) + 4 * logits + 2 * 4 * min(logits, LOGITS_AT_ONCE)
+    return 2 * (numbers + 2 * border + logits + model.head / layout.tensor)
 
 
 def layer_numbers(model: Model, layout: Layout) -> float:
@@ -168,7 +167,7 @@ def layer_numbers(model: Model, layout: Layout) -> float:
         width = model.expert / (3 * model.hidden)
         mlp = model.active * (5 * width + 2 * model.hidden) / tensor + 2 * model.experts
     else:
-        mlp = 5 * model.dense / (3 * model.hidden) / tensor
+        mlp = model.dense / model.hidden / tensor
     return 4 * model.hidden / tensor + attention + mlp
 
 
