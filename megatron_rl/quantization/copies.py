@@ -159,12 +159,9 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         """What a column-parallel layer's ranks all need; the gradients of their parts are added up."""
         if self._exchanging is None or self.split == "rows":
             return x
-        gather = (
-            gather_from_sequence_parallel_region
-            if self.kind.sequence_parallel
-            else copy_to_tensor_model_parallel_region
-        )
-        return gather(x, group=self._exchanging)
+        if self.kind.sequence_parallel:
+            return gather_from_sequence_parallel_region(x, group=self._exchanging)
+        return copy_to_tensor_model_parallel_region(x, group=self._exchanging)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if _wants_gradients(x, self.module):
@@ -178,12 +175,10 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         """
         if self._exchanging is None or self.split == "columns":
             return product
-        add_up = (
-            reduce_scatter_to_sequence_parallel_region
-            if self.kind.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
-        return add_up(product.contiguous(), group=self._exchanging)
+        product = product.contiguous()
+        if self.kind.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(product, group=self._exchanging)
+        return reduce_from_tensor_model_parallel_region(product, group=self._exchanging)
 
 
 class QuantizedStack(_InPlaceOfForward):
