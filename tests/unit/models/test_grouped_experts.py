@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
@@ -74,9 +76,10 @@ def test_a_dispatch_on_the_device_is_megatrons(one_rank: ParallelGroups, bf16: b
     policy = tiny_policy(tiny_config(num_experts=8, moe_router_topk=3, bf16=bf16))
     layer = policy.gpt.decoder.layers[0].mlp.eval()
     tokens = torch.randn(64, policy.config.hidden_size, dtype=policy.config.params_dtype)
+    plan = SimpleNamespace(ops=RolloutOps(fused=False))
     for count in (1, 2, 64):
         wanted = layer(tokens[:count, None])[0][:, 0]
-        assert torch.equal(layer.decode(tokens[:count], None).output, wanted)
+        assert torch.equal(layer.decode(tokens[:count], plan).output, wanted)
 
 
 def test_a_state_dict_has_single_experts(pair: tuple[PolicyModel, PolicyModel]) -> None:

@@ -10,7 +10,9 @@ import torch
 
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps
-from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.quantization.copies import QuantizedLinear, QuantizedStack, StackedLinear
+from megatron_rl.quantization.linears import parallel_linears
+from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.registry import RECIPES
 from tests.support.launches_counted import counted
 from tests.support.meta import META, meta_context
@@ -21,7 +23,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 MODELS = {
     "biased": {},  # Qwen2.5
     "normed": {"qk_layernorm": True, "add_qkv_bias": False},  # Qwen3
-}
+    "experts": {
+        "qk_layernorm": True, "add_qkv_bias": False, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    },  # Qwen3-30B-A3B
+}  # fmt: skip
 
 
 def launches(layers: int, model: str, recipe: str, stored: torch.dtype | None, ops: RolloutOps) -> Counter[str]:
@@ -29,16 +34,24 @@ def launches(layers: int, model: str, recipe: str, stored: torch.dtype | None, o
     context = meta_context(policy, "triton_paged", ops, stored)
     forward = RolloutForward(policy, context)
     token, positions = torch.zeros(6, dtype=torch.int64, device=META), torch.zeros(1, 6, dtype=torch.int64, device=META)
-    linears = None
     if recipe != "none":
-        linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe))
-        for layer in linears.layers:
-            layer.install()
+        install_copies(policy.gpt, RECIPES.get(recipe))
     with torch.inference_mode(), counted() as seen:
         context.begin_decode(positions, 48)
         context.next_step()
         forward.chunk(0, token, positions[0])
     return seen
+
+
+def install_copies(gpt: torch.nn.Module, recipe: Recipe) -> None:
+    """Without numbers, which `QuantizedLinears` would look at."""
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, module in parallel_linears(gpt).items():
+        names.setdefault(module, []).append(name)
+    for module, (first, *others) in names.items():
+        is_stack = isinstance(module, StackedLinear)
+        copy = QuantizedStack([first, *others], module, recipe) if is_stack else QuantizedLinear(first, module, recipe)
+        copy.install()
 
 
 def of_a_layer(*case: object) -> Counter[str]:
@@ -47,7 +60,7 @@ def of_a_layer(*case: object) -> Counter[str]:
     return more - less
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["biased", "normed"])
 @pytest.mark.parametrize(
     ("recipe", "stored", "most"),
     [
@@ -64,6 +77,17 @@ def test_a_layer_launches_few_kernels(
 ) -> None:
     seen = of_a_layer(model, recipe, stored, RolloutOps(fused=True))
     assert 8 <= seen.total() <= most, seen
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("none", 14), ("fp8", 15), ("int8", 15)])
+def test_a_layer_of_experts_launches_few_kernels(one_rank: object, recipe: str, most: int) -> None:
+    """Three of them choose experts, bring tokens there, and add up what comes back; codes are made on the way."""
+    seen = of_a_layer("experts", recipe, None, RolloutOps(fused=True))
+    assert 12 <= seen.total() <= most, seen
+    assert [seen[f"{name}_kernel"] for name in ("route", "dispatch", "combine")] == [1, 1, 1]
+    assert seen["rows_kernel"] == (recipe != "none"), "the projection's input is attention's; all others come quantised"
+    eager = of_a_layer("experts", recipe, None, RolloutOps(fused=False))
+    assert eager.total() >= 30, eager
 
 
 def test_the_count_sees_what_is_fused(one_rank: object) -> None:
