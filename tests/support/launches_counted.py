@@ -17,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _OURS = (
+    "megatron_rl.inference.sampling_kernel",
+    "megatron_rl.inference.state_kernels",
     "megatron_rl.models.attention.kernels",
     "megatron_rl.models.expert_kernels",
     "megatron_rl.models.kernels",

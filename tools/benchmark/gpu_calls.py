@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
     "correctness": (
         Step("smoke", ("-m", "tests.gpu.smoke"), 150),
         *map(_tests, ("graphs", "quantization_kernels", "rollout_kernels", "expert_kernels", "quantization")),
-        *map(_tests, ("attention", "sampler", "engine", "memory", "checkpoint", "primitives")),
+        *map(_tests, ("attention", "sampler", "state_kernels", "engine", "memory", "checkpoint", "primitives")),
     ),
     "numbers": (
         _gpu("decode_attention", 75),

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.quantization.copies import QuantizedLinear, QuantizedStack, StackedLinear
@@ -15,7 +16,7 @@ from megatron_rl.quantization.linears import parallel_linears
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.registry import RECIPES
 from tests.support.launches_counted import counted
-from tests.support.meta import META, meta_context
+from tests.support.meta import META, meta_context, meta_runner
 from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -96,3 +97,19 @@ def test_the_count_sees_what_is_fused(one_rank: object) -> None:
     assert fused["rows_kernel"] == 1, "the projection's input is attention's; all others come quantised"
     assert eager["rows_kernel"] == 4
     assert not any(name in fused for name in ("cat", "index_copy_", "silu", "_fused_rms_norm", "rms_norm", "pow"))
+
+
+def test_what_a_step_launches_beside_its_layers(one_rank: object) -> None:
+    """One kernel before them for positions and numbers, and one behind for all that is kept of what was drawn."""
+    more, less = (whole_step(layers) for layers in (3, 2))
+    layer = more - less
+    beside = less - layer - layer
+    assert beside["ahead_kernel"] == beside["record_kernel"] == 1
+    assert beside.total() <= 18, beside
+
+
+def whole_step(layers: int) -> Counter[str]:
+    runner = meta_runner(tiny_policy(tiny_config(bf16=True, num_layers=layers)), "triton_paged")
+    with torch.inference_mode(), counted() as seen:
+        list(runner.decode(6, 48, 1, SamplingModes(tempered=True)))
+    return seen
