@@ -1,9 +1,10 @@
-"""The books of a decode step in two Triton kernels on CUDA, one before the model and one after the draw.
+"""The books of a decode step in Triton kernels on CUDA, two before the model and one after the draw.
 
     ahead    where the rows' next tokens go, and the numbers that draw them
+    cells    where that is in a cache over blocks
     record   what was drawn: tokens, log-probs, counts, positions, and which rows have ended
 
-Their twins in plain torch are `BatchState.ahead` and `BatchState.record`, to the bit.
+Their twins in plain torch are `BatchState.ahead`, `PagedCache.slot_mapping` and `BatchState.record`, to the bit.
 """
 
 from __future__ import annotations
@@ -59,6 +60,30 @@ def _uniform(seeds, positions):
 @triton.jit
 def _unsigned(number: tl.constexpr):
     return tl.full((1,), number, tl.int64).to(tl.uint64, bitcast=True)
+
+
+def cells(table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return where token i of row ``rows[i]``, at ``positions[..., i]``, goes in a cache over blocks, in int64.
+
+    ``table`` [rows, blocks of a row] int32 names the blocks. See `PagedCache.slot_mapping`.
+    """
+    found = torch.empty_like(positions, memory_format=torch.contiguous_format)
+    cells_kernel[(triton.cdiv(found.numel(), _BLOCK),)](
+        table, rows, positions.contiguous(), found, found.numel(), len(rows), table.stride(0), SIZE=block_size,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+@triton.jit(do_not_specialize=["total", "count"], do_not_specialize_on_alignment=["rows", "positions"])
+def cells_kernel(table, rows, positions, found, total, count, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program is BLOCK tokens."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < total
+    row = tl.load(rows + token % count, mask=is_token, other=0)
+    position = tl.load(positions + token, mask=is_token, other=0)
+    block = tl.load(table + row * stride + position // SIZE, mask=is_token, other=0).to(tl.int64)
+    tl.store(found + token, block * SIZE + position % SIZE, mask=is_token)
 
 
 def record(state: BatchState, rows: slice | torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:

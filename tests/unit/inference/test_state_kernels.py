@@ -1,4 +1,4 @@
-"""The books of a decode step in two kernels are those of plain torch, to the bit.
+"""The books of a decode step in kernels are those of plain torch, to the bit.
 
 In Triton's interpreter here, compiled in tests/gpu. The interpreter must be switched on before Triton's import, so a
 process of its own runs `StateChecks`.
@@ -11,7 +11,9 @@ import importlib.util
 import pytest
 import torch
 
+from megatron_rl.families import LayerCache
 from megatron_rl.inference.batch_state import BatchState
+from megatron_rl.inference.kv_cache import PagedCache
 from tests.support.compiling import compile_for_hopper
 from tests.support.interpreter import INTERPRETED, mend, run_interpreted
 
@@ -49,6 +51,16 @@ class StateChecks:
             assert own.dtype == twin.dtype and torch.equal(own.cpu(), twin)
         assert wanted[0].max() == 49, "none is as far as the cache is long"
 
+    @pytest.mark.parametrize("shape", [(4, 20), (1, 3), (200,)])
+    def test_places_in_the_cache(self, shape: tuple[int, ...]):
+        from megatron_rl.inference.state_kernels import cells
+
+        cache = PagedCache([LayerCache(1, 8, 8)], 6, 64, 16, torch.float32, torch.device("cpu"))
+        cache.table.copy_(torch.randperm(cache.table.numel(), generator=torch.Generator().manual_seed(1)).view(6, -1))
+        rows, positions = torch.arange(shape[-1]) % 6, torch.arange(torch.Size(shape).numel()).view(shape) % 64
+        found = cells(*(held.to(self.device) for held in (cache.table, rows, positions)), 16)
+        assert torch.equal(found.cpu(), cache.slot_mapping(rows, positions))
+
     @pytest.mark.parametrize("chosen", [False, True])
     @pytest.mark.parametrize("steps", [1, 5])
     def test_what_was_drawn(self, chosen: bool, steps: int):
@@ -84,7 +96,7 @@ else:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
     def test_they_compile_for_hopper_without_spills(monkeypatch, tmp_path):
-        from megatron_rl.inference.state_kernels import ahead_kernel, record_kernel
+        from megatron_rl.inference.state_kernels import ahead_kernel, cells_kernel, record_kernel
 
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         int64 = dict.fromkeys(("position", "seed", "positions", "drawn", "token", "count", "limit", "tokens"), "*i64")
@@ -94,3 +106,6 @@ else:
             given = types | ({"chosen": chosen} if chosen else {})
             fixed = {"BLOCK": 128} | ({} if chosen or kernel is ahead_kernel else {"chosen": None})
             assert compile_for_hopper(kernel, given, fixed, num_warps=4).resources.spilled == 0
+        types = {"table": "*i32"} | dict.fromkeys(("rows", "positions", "found"), "*i64")
+        made = compile_for_hopper(cells_kernel, types, {"SIZE": 16, "BLOCK": 128}, num_warps=4)
+        assert made.resources.spilled == 0
