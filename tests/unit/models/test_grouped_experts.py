@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
@@ -67,6 +68,21 @@ def test_rollouts_draw_the_same(pair: tuple[PolicyModel, PolicyModel]) -> None:
         for policy in pair
     )
     assert grouped == loop
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_the_step_of_the_router_that_megatron_compiles_is_left_out(
+    one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    """On CUDA it would be compiled at its first call, in a decode step or an update, to do nothing."""
+    policy = tiny_policy(tiny_config(num_experts=4, **{"no_moe_grouped_gemm": True} if loop else {}))
+    layer, called = policy.gpt.decoder.layers[0].mlp, []
+    monkeypatch.setattr(TopKRouter, "_apply_expert_bias", lambda *_, **__: called.append("megatron's"))
+    tokens = torch.randn(4, policy.config.hidden_size)
+    trained = layer.train()(tokens[:, None])[0]
+    with torch.no_grad():
+        layer.eval().decode(tokens, SimpleNamespace(ops=RolloutOps(fused=False)))
+    assert trained.requires_grad and not called
 
 
 @torch.no_grad()
