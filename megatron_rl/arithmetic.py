@@ -24,10 +24,10 @@ PRODUCT_ELEMENTS = 2**27
 FEWEST_LOGIT_ROWS = 64
 """Of such a product, however large the vocabulary: fewer would read the whole weight for next to nothing."""
 # Constants of the splitmix64 finaliser (Steele, Lea, Flood 2014), as signed 64-bit integers.
-_GAMMA = -7046029254386353131
-_MIX_1 = -4658895280553007687
-_MIX_2 = -7723592293110705685
-_POSITION = -2401053089206453570
+GAMMA = -7046029254386353131
+MIX_1 = -4658895280553007687
+MIX_2 = -7723592293110705685
+POSITION = -2401053089206453570
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -48,9 +48,9 @@ def ask_for_strict_products(cpu_facts: Path = _CPU_FACTS) -> None:
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """fp32 numbers in (0, 1], a function of ``seeds`` [N] int64 and ``positions`` [N] int64 only."""
-    state = seeds * _GAMMA + (positions + 1) * _POSITION
-    state = (state ^ _shift(state, 30)) * _MIX_1
-    state = (state ^ _shift(state, 27)) * _MIX_2
+    state = seeds * GAMMA + (positions + 1) * POSITION
+    state = (state ^ _shift(state, 30)) * MIX_1
+    state = (state ^ _shift(state, 27)) * MIX_2
     bits = (state ^ _shift(state, 31)) & ((1 << 24) - 1)
     return (bits.float() + 0.5) * 2.0**-24
 

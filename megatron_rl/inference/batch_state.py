@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListOf
 
 import torch
 
+from megatron_rl.arithmetic import uniform
 from megatron_rl.inference.sampler import SamplingModes, SamplingTensors
 from megatron_rl.inference.sequence import Sequence
 from megatron_rl.types import FinishReason
@@ -70,20 +71,32 @@ class BatchState:
             top_p=self.top_p[rows] if modes.filtered else None,
         )
 
-    def positions_ahead(self, rows: int, steps: int, max_length: int) -> torch.Tensor:
-        """Return ``[steps, rows]``: where the rows' next tokens go, if none of them ends; below ``max_length``.
+    def ahead(self, rows: int, steps: int, max_length: int, draws: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the first rows' next tokens go, if none of them ends, and the numbers that draw them.
 
+        ``[steps, rows]`` each: int64 below ``max_length``, and fp32 in (0, 1], which nobody may read unless ``draws``.
         A row that has ended goes on behind its last token; what it writes there is never read.
         """
-        ahead = torch.arange(steps, device=self.device)[:, None]
-        return (self.position[:rows] + ahead).clamp_max_(max_length - 1)
+        if self.position.is_cuda:
+            from megatron_rl.inference.state_kernels import ahead
+
+            return ahead(self, rows, steps, max_length)
+        later = torch.arange(steps, device=self.device)[:, None]
+        positions = (self.position[:rows] + later).clamp_max_(max_length - 1)
+        return positions, uniform(self.seed[:rows], positions + 1) if draws else positions
 
     def record(self, rows: slice | torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Append what k steps drew, [k, N] each, to ``rows`` and end those that stopped or are full.
 
-        Tokens drawn after a row's end go to the trash column. Nothing is read by the host. What a row that has ended
-        is fed next does not matter, but its position stays: it must not run out of the cache.
+        A slice of rows begins at 0. Tokens drawn after a row's end go to the trash column. Nothing is read by the
+        host. What a row that has ended is fed next does not matter, but its position stays: it must not run out of the
+        cache.
         """
+        if self.position.is_cuda:
+            from megatron_rl.inference.state_kernels import record
+
+            record(self, rows, tokens, logprobs)
+            return
         alive, count, position = self.alive[rows], self.count[rows], self.position[rows]
         room = self.limit[rows] - count
         step = torch.arange(tokens.shape[0], device=self.device)[:, None]

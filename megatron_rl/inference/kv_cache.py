@@ -170,6 +170,10 @@ class PagedCache(Cache):
         return *self.grid, heads, width
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if positions.is_cuda:
+            from megatron_rl.inference.state_kernels import cells
+
+            return cells(self.table, rows, positions, self.block_size)
         block = self.table[rows, positions // self.block_size]
         return block * self.block_size + positions % self.block_size
 

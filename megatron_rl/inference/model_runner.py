@@ -178,7 +178,7 @@ class ModelRunner:
                 if step + 1 < steps:
                     messages.send(leaving[0])
         if messages.is_last:
-            messages.send_drawn(*(torch.stack(column) for column in zip(*drawn, strict=True)))
+            messages.send_drawn(*map(_stacked, zip(*drawn, strict=True)))
         yield
         self.state.record(slice(0, rows), *messages.receive_drawn(steps, rows))
 
@@ -216,10 +216,9 @@ class ModelRunner:
     def _eager(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
         """Yield a computation for each step; what the steps have in common is computed once."""
         state, context = self.state, self.context
-        positions = state.positions_ahead(rows, steps, context.max_sequence_length)
+        positions, numbers = state.ahead(rows, steps, context.max_sequence_length, self._messages.is_last)
         context.begin_decode(positions, key_length)
         sampling = state.sampling(slice(0, rows), modes)
-        numbers = uniform(sampling.seeds, positions + 1) if self._messages.is_last else positions  # which nobody reads
         for at, number in zip(positions, numbers, strict=True):
             context.next_step()
             yield partial(self._compute, at, number, sampling)
@@ -273,3 +272,8 @@ class ModelRunner:
     def _entry(self, chunk: int) -> torch.Tensor:
         """The buffer of what enters ``chunk``."""
         return self.state.token if self._messages.is_first and chunk == 0 else self._entering
+
+
+def _stacked(steps: ListOf[torch.Tensor]) -> torch.Tensor:
+    """What k steps gave, [N] each -> [k, N]; of one step a view."""
+    return torch.stack(steps) if len(steps) > 1 else steps[0][None]

@@ -36,7 +36,7 @@ def add_norm(
     and after the norm, whose codes ``packing`` may ask for instead.
     """
     rows, columns = residual.shape
-    written, sink = _sink(residual, columns, packing)
+    written, sink = sink_for(residual, rows, columns, packing)
     block = max(triton.next_power_of_2(sink["out_columns"]), 128)
     add_norm_kernel[(rows,)](
         residual, output, bias, weight, columns, residual.stride(0), 0 if output is None else output.stride(0), epsilon,
@@ -45,30 +45,35 @@ def add_norm(
     return residual if output is None else output, written
 
 
-def gate_up(inner: torch.Tensor, packing: Packing | None) -> torch.Tensor | PackedActivations:
-    """``inner`` [T, 2 F], gates first -> [T, F], rounded to the dtype after silu and after the product."""
+def gate_up(
+    inner: torch.Tensor, packing: Packing | None, shares: torch.Tensor | None = None
+) -> torch.Tensor | PackedActivations:
+    """``inner`` [T, 2 F], gates first -> [T, F], rounded to the dtype after silu and after each product.
+
+    ``shares`` [T] fp32: what each row is multiplied by at the end.
+    """
     rows, columns = inner.shape[0], inner.shape[1] // 2
-    written, sink = _sink(inner, columns, packing)
+    written, sink = sink_for(inner, rows, columns, packing)
     block = max(triton.next_power_of_2(sink["out_columns"]), 128)
     if packing is None or packing.in_segments:  # otherwise a program has to see a whole row
         block = min(block, _PIECE)
     gate_kernel[(rows, triton.cdiv(sink["out_columns"], block))](
-        inner, columns, inner.stride(0), **sink, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        inner, shares, columns, inner.stride(0), **sink, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
     )
     return written
 
 
-def _sink(
-    like: torch.Tensor, columns: int, packing: Packing | None
+def sink_for(
+    like: torch.Tensor, rows: int, columns: int, packing: Packing | None
 ) -> tuple[torch.Tensor | PackedActivations, dict[str, Any]]:
-    """Room for [T, columns] numbers of the kind of ``like`` [T, ..], or for their codes; and what `_write_row` asks."""
+    """Room for [rows, columns] numbers of the kind of ``like``, or for their codes; and what `write_row` asks."""
     if packing is None:
-        out = like.new_empty(like.shape[0], columns)
+        out = like.new_empty(rows, columns)
         return out, {
             "out": out, "scales": None, "smoothing": None, "out_columns": columns, "scale_stride": 0,
             "SEGMENTS": False, "POWER_OF_TWO": False,
         }  # fmt: skip
-    packed = packing.allocate(like.shape[0], like.dtype, like.device)
+    packed = packing.allocate(rows, like.dtype, like.device)
     return packed, {
         "out": packed.codes, "scales": packed.scales, "smoothing": packing.smoothing, "out_columns": packing.columns,
         "scale_stride": packed.scales.stride(1), "SEGMENTS": packing.in_segments, "POWER_OF_TWO": packing.power_of_two,
@@ -100,12 +105,12 @@ def add_norm_kernel(
     inverse = tl.rsqrt(tl.sum(x * x, 0) / columns + epsilon)
     normed = x * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = normed.to(dtype).to(tl.float32)
-    _write_row(normed, row, column, inside, out, scales, smoothing, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO)
+    write_row(normed, row, column, inside, out, scales, smoothing, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def gate_kernel(
-    inner, columns, inner_stride,
+    inner, shares, columns, inner_stride,
     out, scales, smoothing, out_columns, scale_stride,
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -119,11 +124,13 @@ def gate_kernel(
     up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
     opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     product = (opened * up).to(dtype).to(tl.float32)
-    _write_row(product, row, column, inside, out, scales, smoothing, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO)
+    if shares is not None:
+        product = (product * tl.load(shares + row)).to(dtype).to(tl.float32)
+    write_row(product, row, column, inside, out, scales, smoothing, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO)
 
 
 @triton.jit
-def _write_row(
+def write_row(
     numbers, row, column, inside, out, scales, smoothing, out_columns, scale_stride,
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip

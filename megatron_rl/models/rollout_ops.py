@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.models.expert_ops import ExpertOps
 from megatron_rl.quantization.copies import packing_for
 from megatron_rl.quantization.recipe import PackedActivations
 
@@ -177,6 +178,7 @@ class RolloutOps:
     def __init__(self, fused: bool) -> None:
         """``fused``: a Triton kernel for each, but for LayerNorm and other activations than ``silu(gate) x up``."""
         self.fused = fused
+        self.experts = ExpertOps(fused)
 
     def add_norm(
         self,

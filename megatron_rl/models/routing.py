@@ -177,6 +177,9 @@ class BalancedRouter(TopKRouter):
         finally:
             self._pass = None
 
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Do nothing: `ExpertLayer` expects no such bias. megatron compiles its own, whenever it is first called."""
+
     def routing(self, logits: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """megatron's."""
         probabilities, chosen = super().routing(logits, *given, **named)

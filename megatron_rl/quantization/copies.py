@@ -197,8 +197,10 @@ class QuantizedStack(_InPlaceOfForward):
             for index, name in enumerate(names)
         ]
 
-    def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """As `StackedLinear`'s; with gradients expert by expert."""
+    def forward(self, tokens: torch.Tensor | PackedActivations, ends: torch.Tensor) -> torch.Tensor:
+        """As `StackedLinear`'s; with gradients expert by expert. A rollout's activations may be packed already."""
+        if isinstance(tokens, PackedActivations):
+            return self.recipe.grouped_multiply(tokens, self.weight, ends)
         if not _wants_gradients(tokens, self.module):
             return self.recipe.grouped_matmul(tokens, self.weight, ends)
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -220,9 +222,11 @@ def packing_for(module: torch.nn.Module) -> Packing | None:
     None where it is not quantised, has to be given numbers, or is watched: hooks see numbers.
     """
     layer = getattr(vars(module).get("forward"), "__self__", None)
-    if not isinstance(layer, QuantizedLinear) or module._forward_hooks or module._forward_pre_hooks:
+    if module._forward_hooks or module._forward_pre_hooks:
         return None
-    return layer.recipe.packing(layer.weight)
+    if isinstance(layer, QuantizedStack):
+        return layer.recipe.grouped_packing(layer.weight)
+    return layer.recipe.packing(layer.weight) if isinstance(layer, QuantizedLinear) else None
 
 
 class StraightThrough(torch.autograd.Function):

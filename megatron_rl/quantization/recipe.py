@@ -136,6 +136,14 @@ class Recipe(Storage, ABC):
         """`matmul` of what was quantised as `packing` says: [T, N] in the dtype of the activations."""
         raise QuantizationError(f"{self.name} quantises activations itself")
 
+    def grouped_packing(self, q: QuantizedWeight) -> Packing | None:
+        """`packing` for `grouped_multiply`, ``q`` a stack."""
+        return None
+
+    def grouped_multiply(self, x: PackedActivations, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
+        """`grouped_matmul` of what was quantised as `grouped_packing` says."""
+        raise QuantizationError(f"{self.name} quantises the activations of experts itself")
+
     @abstractmethod
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         """``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""

@@ -106,19 +106,27 @@ class RowRecipe(Recipe):
 
     def grouped_by_kernel(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
         """`grouped_matmul` on CUDA, or in Triton's interpreter."""
-        from megatron_rl.quantization.grouped_kernels import grouped_product
         from megatron_rl.quantization.kernels import quantize
 
         # Of each token its expert's: the quantiser divides all of its rows by the same.
         values = x if q.smoothing is None else x.float() / q.smoothing[_expert_of_each(x, ends)]
         packed = quantize(values, Packing(self.code_type, q.codes.shape[-1]))
-        if not self._integer and x.is_cuda and torch.cuda.get_device_capability(x.device) in ((9, 0), (10, 0)):
+        return self.grouped_multiply(replace(packed, dtype=x.dtype), q, ends)
+
+    def grouped_packing(self, q: QuantizedWeight) -> Packing | None:
+        """Smoothing is not the kernels'."""
+        return None if q.smoothing is not None else Packing(self.code_type, q.codes.shape[-1])
+
+    def grouped_multiply(self, x: PackedActivations, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
+        from megatron_rl.quantization.grouped_kernels import grouped_product
+
+        codes = x.codes
+        if not self._integer and codes.is_cuda and torch.cuda.get_device_capability(codes.device) in ((9, 0), (10, 0)):
             product = torch._scaled_grouped_mm(  # faster, and for these two alone
-                packed.codes, q.codes.transpose(1, 2), packed.scales[:, 0], q.scales[..., 0], offs=ends,
-                out_dtype=torch.bfloat16,
-            )  # fmt: skip
+                codes, q.codes.transpose(1, 2), x.scales[:, 0], q.scales[..., 0], offs=ends, out_dtype=torch.bfloat16
+            )
             return product[:, : q.rows].to(x.dtype)
-        return grouped_product(packed.codes, q.codes[:, : q.rows], packed.scales, q.scales, ends, x.dtype)
+        return grouped_product(codes, q.codes[:, : q.rows], x.scales, q.scales, ends, x.dtype)
 
     def packing(self, q: QuantizedWeight) -> Packing | None:
         return Packing(self.code_type, q.codes.shape[1], smoothing=q.smoothing)

@@ -84,7 +84,7 @@ def test_grouped_experts_replayed_are_the_eager_step(one_rank, recipe, caplog):
     """bf16 from compute capability 9.0: torch's other grouped products read the sizes of the groups on the host."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("grouped products without a read by the host need compute capability 9.0")
-    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "add_qkv_bias": False}
+    experts = {"num_experts": 4, "moe_router_topk": 3, "moe_ffn_hidden_size": 24, "add_qkv_bias": False}
     policy = tiny_policy(tiny_config(**experts, bf16=True))
     graphed, eager = _pair(policy)
     linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe))

@@ -18,10 +18,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _OURS = (
+    "megatron_rl.inference.sampling_kernel",
+    "megatron_rl.inference.state_kernels",
     "megatron_rl.models.attention.kernels",
+    "megatron_rl.models.expert_kernels",
     "megatron_rl.models.kernels",
+    "megatron_rl.quantization.grouped_kernels",
     "megatron_rl.quantization.kernels",
 )
+_VIEWS_OR_COPIES = {"to", "reshape", "contiguous", "flatten"}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach"}
 
 
@@ -32,9 +37,12 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        if not function.is_view and name not in _FREE:
+        result = function(*args, **kwargs or {})
+        # Some views are copies at times: `to` another dtype, `reshape` of what is not contiguous.
+        is_copy = name in _VIEWS_OR_COPIES and not torch._C._is_alias_of(args[0], result)
+        if is_copy or not (function.is_view or name in _FREE):
             self._seen[name] += 1
-        return function(*args, **kwargs or {})
+        return result
 
 
 class _Kernel:
@@ -71,6 +79,7 @@ def counted() -> Iterator[Counter[str]]:
                     patch.setattr(module, name, _Kernel(name, seen))
         patch.setattr(rowwise, "fp8_product", product)
         patch.setattr(fp8_block, "fp8_product", product)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))  # meta has no grouped product of codes
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
         for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
             patch.setattr(torch.distributed, name, _Kernel(name, seen)[None])

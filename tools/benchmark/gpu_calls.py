@@ -55,8 +55,9 @@ def _gpu(section: str, limit: float) -> Step:
 CALLS: dict[str, tuple[Step, ...]] = {
     "correctness": (
         Step("smoke", ("-m", "tests.gpu.smoke"), 150),
-        *map(_tests, ("graphs", "quantization_kernels", "rollout_kernels", "quantization", "attention", "sampler")),
-        *map(_tests, ("logprobs", "engine", "memory", "checkpoint", "primitives")),
+        *map(_tests, ("graphs", "quantization_kernels", "rollout_kernels", "expert_kernels", "quantization")),
+        *map(_tests, ("attention", "sampler", "state_kernels", "logprobs", "engine", "memory")),
+        *map(_tests, ("checkpoint", "primitives")),
     ),
     "numbers": (
         _gpu("decode_attention", 75),

@@ -14,12 +14,12 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_rl.families import LayerKind
 from megatron_rl.models.blocks import Block
+from megatron_rl.models.expert_ops import Dispatched, ExpertOps, activated
 from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear
 from megatron_rl.models.routing import BalancedRouter, Routing
 from megatron_rl.platform.megatron import submodules_of
@@ -84,45 +84,43 @@ class ExpertLayer(Block, MoELayer):
         is_shared = self.config.expert_model_parallel_size > 1
         if not self.config.moe_grouped_gemm or (is_shared and plan.shared_rows is None):
             return MoELayer.forward(self, tokens[:, None])[0].view(tokens.shape)
-        probabilities, chosen = self.router(tokens[:, None])  # [T, experts] each
-        if is_shared:
-            return self._over_ranks(tokens, probabilities, plan.shared_rows or tokens.shape[0])
-        return self._on_device(tokens, probabilities, chosen)
+        shares, chosen = plan.ops.experts.route(tokens, self.router)
+        if self.routing is not None:
+            self.routing.chosen = chosen
+        run = self._over_ranks if is_shared else self._here
+        return reduce_from_tensor_model_parallel_region(run(tokens, shares, chosen, plan), self.experts.tensor_group)
 
-    def _on_device(self, tokens: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _here(
+        self, tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, plan: RolloutPlan
+    ) -> torch.Tensor:
         """What megatron's dispatcher does where each rank has a part of all experts, without a read by the host.
 
-        Sums go in megatron's order, so that with one tensor-parallel rank they are the same bits on a CPU.
+        ``chosen`` [T, k] counts this rank's experts from 0, with their ``shares``; others are above the last. Sums go
+        in megatron's order, so that with one tensor-parallel rank they are the same bits on a CPU.
         """
-        # Sorted by expert, then by token. How many they are is known: each token has as many experts.
-        places = torch.nonzero_static(chosen.t(), size=tokens.shape[0] * self.config.moe_router_topk)
-        expert, token = places.unbind(1)
-        output, _ = self.experts(tokens[token], chosen.sum(0), probabilities[token, expert])
-        summed = unpermute(output, token, tokens.shape)
-        return reduce_from_tensor_model_parallel_region(summed, self.experts.tensor_group)
+        ops, reader = plan.ops.experts, self.experts.linear_fc1
+        dispatched = ops.dispatch(tokens, shares, chosen, len(self.local_expert_indices), reader)
+        return ops.combine(self.experts.decode(dispatched, ops), dispatched, tokens.shape[0])
 
-    def _over_ranks(self, tokens: torch.Tensor, probabilities: torch.Tensor, rows: int) -> torch.Tensor:
+    def _over_ranks(
+        self, tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, plan: RolloutPlan
+    ) -> torch.Tensor:
         """Where ranks have different experts: every rank gets the tokens of all and runs its experts, sums go back.
 
-        Each rank brings at most ``rows`` tokens, so all sizes are known and the host reads nothing. With as many
-        experts a token as ranks or more, all-to-all would send hardly less.
+        Each rank brings at most ``plan.shared_rows`` tokens, so all sizes are known and the host reads nothing. With as
+        many experts a token as ranks or more, all-to-all would send hardly less.
         """
-        ranks, mine = self.experts.expert_group, self.local_expert_indices
+        ranks, mine, rows = self.experts.expert_group, self.local_expert_indices, plan.shared_rows or tokens.shape[0]
         everything = gather_rows(tokens, rows, ranks)
-        shares = gather_rows(probabilities, rows, ranks)[:, mine[0] : mine[-1] + 1]  # 0 where a token does not go
-        sent = shares > 0
-        size, nowhere = sent.shape[0] * min(self.config.moe_router_topk, len(mine)), sent.shape[0]
-        places = torch.nonzero_static(sent.t(), size=size, fill_value=0)
-        expert, token = places.unbind(1)
-        # There are mostly fewer pairs than there could be. What experts give for the others goes to a row of its own.
-        is_pair = torch.arange(size, device=token.device) < sent.sum()
-        output, _ = self.experts(everything[token], sent.sum(0), shares[token, expert])
-        token = torch.where(is_pair, token, nowhere)
-        summed = unpermute(output, token, (nowhere + 1, tokens.shape[1]))[:nowhere]
+        # In one exchange: the numbers of experts are exact in fp32. From 1, so that who has no token has no expert.
+        pairs = gather_rows(torch.cat((shares, chosen + 1), 1), rows, ranks)
+        shares, number = pairs.chunk(2, 1)
+        place = number.int() - (mine[0] + 1)
+        place = place.where((place >= 0) & (place < len(mine)), len(mine))
+        summed = self._here(everything, shares, place, plan)
         parts = torch.empty_like(summed)
         dist.all_to_all_single(parts, summed, group=ranks)  # and one rounding, where a reduction rounds each addition
-        own = parts.view(ranks.size(), rows, -1).sum(0)[: tokens.shape[0]]
-        return reduce_from_tensor_model_parallel_region(own, self.experts.tensor_group)
+        return parts.view(ranks.size(), rows, -1).sum(0)[: tokens.shape[0]]
 
 
 def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -167,15 +165,13 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """``tokens`` [N, hidden] sorted by expert -> [N, hidden], each times its fp32 probability."""
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
-        inner = self.linear_fc1(tokens, ends)
-        activation = self.config.activation_func
-        if self.config.gated_linear_unit:
-            gate, up = inner.chunk(2, -1)
-            inner = activation(gate) * up
-        else:
-            inner = activation(inner)
-        inner = (inner * probabilities[:, None]).to(tokens.dtype)
+        inner = activated(self.linear_fc1(tokens, ends), probabilities, self.config)
         return self.linear_fc2(inner, ends), None
+
+    def decode(self, given: Dispatched, ops: ExpertOps) -> torch.Tensor:
+        """`forward` of a rollout's tokens: [N, hidden]."""
+        inner = self.linear_fc1(given.rows, given.ends)
+        return self.linear_fc2(ops.activate(inner, given.shares, self.config, self.linear_fc2), given.ends)
 
     def parts(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Views of the single experts, under the names that `SequentialMLP` gives them."""

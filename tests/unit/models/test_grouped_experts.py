@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
@@ -67,6 +70,21 @@ def test_rollouts_draw_the_same(pair: tuple[PolicyModel, PolicyModel]) -> None:
     assert grouped == loop
 
 
+@pytest.mark.parametrize("loop", [False, True])
+def test_the_step_of_the_router_that_megatron_compiles_is_left_out(
+    one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    """On CUDA it would be compiled at its first call, in a decode step or an update, to do nothing."""
+    policy = tiny_policy(tiny_config(num_experts=4, **{"no_moe_grouped_gemm": True} if loop else {}))
+    layer, called = policy.gpt.decoder.layers[0].mlp, []
+    monkeypatch.setattr(TopKRouter, "_apply_expert_bias", lambda *_, **__: called.append("megatron's"))
+    tokens = torch.randn(4, policy.config.hidden_size)
+    trained = layer.train()(tokens[:, None])[0]
+    with torch.no_grad():
+        layer.eval().decode(tokens, SimpleNamespace(ops=RolloutOps(fused=False)))
+    assert trained.requires_grad and not called
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_dispatch_on_the_device_is_megatrons(one_rank: ParallelGroups, bf16: bool) -> None:
@@ -74,9 +92,10 @@ def test_a_dispatch_on_the_device_is_megatrons(one_rank: ParallelGroups, bf16: b
     policy = tiny_policy(tiny_config(num_experts=8, moe_router_topk=3, bf16=bf16))
     layer = policy.gpt.decoder.layers[0].mlp.eval()
     tokens = torch.randn(64, policy.config.hidden_size, dtype=policy.config.params_dtype)
+    plan = SimpleNamespace(ops=RolloutOps(fused=False))
     for count in (1, 2, 64):
         wanted = layer(tokens[:count, None])[0][:, 0]
-        assert torch.equal(layer.decode(tokens[:count], None).output, wanted)
+        assert torch.equal(layer.decode(tokens[:count], plan).output, wanted)
 
 
 def test_a_state_dict_has_single_experts(pair: tuple[PolicyModel, PolicyModel]) -> None:

@@ -54,11 +54,12 @@ def test_gate(sink):
 
     pointers, constants = SINKS[sink]
     block = 1024 if sink in ("numbers", "segments") else 32768
-    types = {"inner": "*bf16", "scales": "*fp32"} | pointers
-    text, _ = compiled(
-        gate_kernel, types, constants | {"POWER_OF_TWO": True, "BLOCK": block}, num_warps=min(block // 512, 16)
-    )
-    check(text, sink)
+    constants = constants | {"POWER_OF_TWO": True, "BLOCK": block}
+    for shares in (None, "*fp32"):  # with them the rows are experts'
+        types = {"inner": "*bf16", "scales": "*fp32"} | pointers | ({"shares": shares} if shares else {})
+        given = constants | ({} if shares else {"shares": None})
+        text, _ = compiled(gate_kernel, types, given, num_warps=min(block // 512, 16))
+        check(text, sink)
 
 
 @pytest.mark.parametrize("width", [4864, 18_944, 27_648 // 8])
@@ -69,6 +70,42 @@ def test_gradient_of_the_gate(width):
     made = compile_for_hopper(gate_gradient_kernel, types, {"BLOCK": 1024}, sixteens, num_warps=4)
     assert made.resources.spilled == 0 and made.programs_at_once >= 8
     assert made.ptx.count("ld.global.v4.b32") == 3 and made.ptx.count("st.global.v4.b32") == 2, "8 numbers at a time"
+
+
+@pytest.mark.parametrize(("experts", "top_k", "over_all"), [(128, 8, False), (60, 6, True), (512, 10, False)])
+def test_the_choice_of_experts(experts, top_k, over_all):
+    from megatron_rl.models.expert_kernels import route_kernel
+
+    block, slots = (1 << (number - 1).bit_length() for number in (experts, top_k))
+    types = {"logits": "*fp32", "shares": "*fp32", "chosen": "*i32"}
+    constants = {"bias": None, "TOP_K": top_k, "SLOTS": slots, "BLOCK": block, "OVER_ALL": over_all}
+    text, _ = compiled(route_kernel, types, constants, num_warps=max(block // 128, 1))
+    check(text, "numbers")
+
+
+@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("sorted_by_torch", [False, True])
+def test_tokens_to_their_experts(sink, sorted_by_torch):
+    """Qwen3-30B-A3B's."""
+    from megatron_rl.models.expert_kernels import dispatch_kernel
+
+    pointers, constants = SINKS[sink]
+    types = dict.fromkeys(("shares", "row_shares", "scales"), "*fp32")
+    types |= dict.fromkeys(("chosen", "ends", "places", "known"), "*i32") | {"tokens": "*bf16"} | pointers
+    constants = constants | {"POWER_OF_TWO": False, "TOP_K": 8, "SLOTS": 8, "CHUNK": 128, "BLOCK": 2048}
+    if not sorted_by_torch:
+        constants["known"] = types.pop("known") and None
+    text, _ = compiled(dispatch_kernel, types, constants, num_warps=4)
+    check(text, sink)
+
+
+def test_sums_of_experts():
+    from megatron_rl.models.expert_kernels import combine_kernel
+
+    types = {"output": "*bf16", "summed": "*bf16", "places": "*i32"}
+    text, _ = compiled(combine_kernel, types, {"TOP_K": 8, "BLOCK": 1024}, num_warps=4, sixteens=("columns", "stride"))
+    check(text, "numbers")
+    assert text.count("ld.global.v4") >= 8 and "atom" not in text
 
 
 @pytest.mark.parametrize(("codes", "normed"), [(False, False), (True, True)])

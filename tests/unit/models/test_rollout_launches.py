@@ -8,14 +8,17 @@ from collections import Counter
 import pytest
 import torch
 
+from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import initialize, shut_down
-from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.quantization.copies import QuantizedLinear, QuantizedStack, StackedLinear
+from megatron_rl.quantization.linears import parallel_linears
+from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.registry import RECIPES
 from tests.support.launches_counted import counted
-from tests.support.meta import META, meta_context
+from tests.support.meta import META, meta_context, meta_runner
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -24,7 +27,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 MODELS = {
     "biased": {},  # Qwen2.5
     "normed": {"qk_layernorm": True, "add_qkv_bias": False},  # Qwen3
-}
+    "experts": {
+        "qk_layernorm": True, "add_qkv_bias": False, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    },  # Qwen3-30B-A3B
+}  # fmt: skip
 
 
 def launches(
@@ -34,11 +40,8 @@ def launches(
     context = meta_context(policy, "triton_paged", ops, stored)
     forward = RolloutForward(policy, context)
     token, positions = torch.zeros(6, dtype=torch.int64, device=META), torch.zeros(1, 6, dtype=torch.int64, device=META)
-    linears = None
     if recipe != "none":
-        linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe))
-        for layer in linears.layers:
-            layer.install()
+        install_copies(policy.gpt, RECIPES.get(recipe))
     with torch.inference_mode(), counted() as seen:
         context.begin_decode(positions, 48)
         context.next_step()
@@ -48,6 +51,17 @@ def launches(
 
 def parallel(ranks: int) -> dict[str, int]:
     return {"tensor_model_parallel_size": ranks}
+
+
+def install_copies(gpt: torch.nn.Module, recipe: Recipe) -> None:
+    """Without numbers, which `QuantizedLinears` would look at."""
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, module in parallel_linears(gpt).items():
+        names.setdefault(module, []).append(name)
+    for module, (first, *others) in names.items():
+        is_stack = isinstance(module, StackedLinear)
+        copy = QuantizedStack([first, *others], module, recipe) if is_stack else QuantizedLinear(first, module, recipe)
+        copy.install()
 
 
 def of_a_layer(*case: object, ranks: int = 1) -> Counter[str]:
@@ -64,7 +78,7 @@ def on_ranks(size: int) -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["biased", "normed"])
 @pytest.mark.parametrize(
     ("recipe", "stored", "most"),
     [
@@ -84,6 +98,17 @@ def test_a_layer_launches_few_kernels(
     assert 8 <= seen.total() <= most, seen
 
 
+@pytest.mark.parametrize(("recipe", "most"), [("none", 14), ("fp8", 15), ("int8", 15)])
+def test_a_layer_of_experts_launches_few_kernels(one_rank: object, recipe: str, most: int) -> None:
+    """Three of them choose experts, bring tokens there, and add up what comes back; codes are made on the way."""
+    seen = of_a_layer("experts", recipe, None, RolloutOps(fused=True))
+    assert 12 <= seen.total() <= most, seen
+    assert [seen[f"{name}_kernel"] for name in ("route", "dispatch", "combine")] == [1, 1, 1]
+    assert seen["rows_kernel"] == (recipe != "none"), "the projection's input is attention's; all others come quantised"
+    eager = of_a_layer("experts", recipe, None, RolloutOps(fused=False))
+    assert eager.total() >= 30, eager
+
+
 def test_the_count_sees_what_is_fused(one_rank: object) -> None:
     fused, eager = (of_a_layer("normed", "fp8", None, ops) for ops in map(RolloutOps, (True, False)))
     assert eager.total() >= fused.total() + 10, (eager, fused)
@@ -100,3 +125,19 @@ def test_tensor_parallel_ranks_exchange_what_bf16_does() -> None:
         collectives = seen.pop("all_reduce")
         assert collectives == 2, (recipe, seen)
         assert sum(seen.values()) <= (11 if recipe == "none" else 12), (recipe, seen)
+
+
+def test_what_a_step_launches_beside_its_layers(one_rank: object) -> None:
+    """Kernels before them for positions and numbers, and for places; one behind for all that is kept of the draw."""
+    more, less = (whole_step(layers) for layers in (3, 2))
+    layer = more - less
+    beside = less - layer - layer
+    assert beside["ahead_kernel"] == beside["cells_kernel"] == beside["record_kernel"] == 1
+    assert beside.total() <= 14, beside
+
+
+def whole_step(layers: int) -> Counter[str]:
+    runner = meta_runner(tiny_policy(tiny_config(bf16=True, num_layers=layers)), "triton_paged")
+    with torch.inference_mode(), counted() as seen:
+        list(runner.decode(6, 48, 1, SamplingModes(tempered=True)))
+    return seen

@@ -1,0 +1,122 @@
+"""How a rollout's tokens get to their experts and back: three steps around the products, the host reads nothing.
+
+Eager torch is the definition. It does what megatron's router and dispatcher do where a rank has a part of all experts,
+and on a CPU gives their bits. On CUDA megatron's sum is of atomic additions, and no two runs need have the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.transformer.moe.moe_utils import unpermute
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.quantization.copies import packing_for
+from megatron_rl.quantization.recipe import PackedActivations
+
+if TYPE_CHECKING:
+    from megatron_rl.models.routing import BalancedRouter
+
+LinearInput = torch.Tensor | PackedActivations
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """T tokens, once for each of their experts on this rank: N rows, sorted by expert and then by token."""
+
+    rows: LinearInput
+    """[N, hidden]; undefined behind the last end."""
+    shares: torch.Tensor
+    """[N] fp32: what the router gives each."""
+    ends: torch.Tensor
+    """[E] int32: where each expert's rows end."""
+    way_back: torch.Tensor
+    """Eager: the token of each row [N], T for a row that no token has. Kernels: the rows of each token [T, k]."""
+
+
+class ExpertOps:
+    """T tokens, k experts each."""
+
+    def __init__(self, fused: bool) -> None:
+        """``fused``: a Triton kernel for each step."""
+        self._fused = fused
+
+    def route(self, tokens: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:
+        """``tokens`` [T, hidden] -> shares fp32 and numbers of their experts, [T, k] each, largest first."""
+        top_k, over_all = router.topk, router.config.moe_router_pre_softmax
+        if not self._fused:
+            logits = router.gating(tokens)
+            if over_all:
+                return logits.softmax(-1).topk(top_k, 1)
+            logits, chosen = logits.topk(top_k, 1)
+            return logits.softmax(-1), chosen
+        from megatron_rl.models.expert_kernels import route
+
+        weight = router.weight.t()
+        if tokens.is_cuda and tokens.dtype != torch.float32:  # without fp32 copies of both
+            logits = torch.mm(tokens, weight, out_dtype=torch.float32)
+        else:
+            logits = torch.mm(tokens.float(), weight.float())
+        return route(logits, router.bias, top_k, over_all)
+
+    def dispatch(
+        self,
+        tokens: torch.Tensor,
+        shares: torch.Tensor,
+        chosen: torch.Tensor,
+        experts: int,
+        reader: torch.nn.Module,
+    ) -> Dispatched:
+        """Sort by expert, for the product ``reader``; an expert from ``experts`` on is another rank's."""
+        if self._fused:
+            from megatron_rl.models.expert_kernels import dispatch
+
+            return Dispatched(*dispatch(tokens, shares, chosen, experts, packing_for(reader)))
+        number, order, ends = sorted_pairs(chosen, experts)
+        count, top_k = chosen.shape
+        rows = count * min(top_k, experts)
+        number, order = number[:rows], order[:rows]
+        token = order // top_k
+        return Dispatched(tokens[token], shares.flatten()[order], ends, token.where(number < experts, count))
+
+    def activate(
+        self, inner: torch.Tensor, shares: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module
+    ) -> LinearInput:
+        """The activation of ``inner`` [N, 2 F] or [N, F], each row times its share: [N, F] for ``reader``."""
+        if self._fused and config.gated_linear_unit and config.activation_func is functional.silu:
+            from megatron_rl.models.kernels import gate_up
+
+            return gate_up(inner, packing_for(reader), shares)
+        return activated(inner, shares, config)
+
+    def combine(self, output: torch.Tensor, dispatched: Dispatched, tokens: int) -> torch.Tensor:
+        """The experts' ``output`` [N, hidden] -> each of the ``tokens``'s sum, [T, hidden], in the experts' order."""
+        if self._fused:
+            from megatron_rl.models.expert_kernels import combine
+
+            return combine(output, dispatched.way_back)
+        return unpermute(output, dispatched.way_back, (tokens + 1, output.shape[1]))[:tokens]
+
+
+def sorted_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the pairs of token and expert, ``chosen`` [T, k], by expert and then by token.
+
+    Returns their experts, their numbers before, [T k] each, and where each of the first ``experts`` ends, [E] int32.
+    """
+    number, order = chosen.flatten().sort(stable=True)
+    each = torch.arange(experts, dtype=number.dtype, device=number.device)
+    return number, order, torch.searchsorted(number, each, right=True, out_int32=True)
+
+
+def activated(inner: torch.Tensor, shares: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """The activation of ``inner`` [N, 2 F], gates first, or [N, F], times fp32 ``shares`` [N]: [N, F]."""
+    activation = config.activation_func
+    if config.gated_linear_unit:
+        gate, up = inner.chunk(2, -1)
+        scaled = activation(gate) * up
+    else:
+        scaled = activation(inner)
+    return (scaled * shares[:, None]).to(inner.dtype)
