@@ -44,8 +44,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_
 
 AT_ONCE = 3
 """Steps that need not be alone."""
-FASTEST = 2
-"""xz's preset: half the size of gzip's for kernels, in seconds and not in minutes."""
+PRESET = 2
+"""Of xz, on the side of speed: a call's time is short."""
 
 
 class Step(NamedTuple):
@@ -219,7 +219,7 @@ def take_kernels(archive: Path, into: Path) -> None:
 def keep_kernels(archive: Path, cache: Path) -> None:
     """Pack what was compiled; nothing where nothing was."""
     if cache.is_dir() and any(cache.iterdir()):
-        with tarfile.open(archive, "w:xz", preset=FASTEST) as packed:
+        with tarfile.open(archive, "w:xz", preset=PRESET) as packed:
             packed.add(cache, arcname=".")
 
 
