@@ -175,7 +175,9 @@ def decode_rows(
     rolling.warm()
     with rolling.rollouts():
         for batch in batches:
-            label = f"{kind.name}, {sizes.steps} steps of {batch} rows" if batch == profiled else None
+            backend = [flag for flag in flags if "backend" in flag]
+            label = ", ".join([kind.name, *backend, f"{sizes.steps} steps of {batch} rows of {context} tokens"])
+            label = label if batch == profiled else None
             step, rows = _step_seconds(bench, rolling, batch, context, new_tokens, label)
             least = roofline_ms(decode_bytes(shape, kind, batch, context), bench.bandwidth)
             row = {"batch": batch, "context": context, "step_ms": 1e3 * step, "roofline_ms": least, "rows": rows,
