@@ -57,6 +57,8 @@ start() {  # FLAGS...: on all ranks of this node
 
 launch() {
     export CUDA_DEVICE_MAX_CONNECTIONS=1
+    # As every start of ours has it unless it is configured; here it can be seen and changed.
+    [ -n "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=expandable_segments:True
     if [ -n "$REHEARSES" ]; then
         rehearse "$@"
     elif asks_for --check "$@" || asks_for --estimate "$@"; then

@@ -88,7 +88,7 @@ class CheckpointManager:
             attempt.agree()
             commit_it = partial(self._commit, state.step, is_best, committed) if self._groups.is_main else None
             if in_background:
-                self._under_way = BackgroundSave(request, attempt, commit_it)
+                self._under_way = BackgroundSave(request, attempt, commit_it, policy.device.type == "cuda")
             else:
                 with attempt.part():
                     if commit_it is not None:

@@ -4,26 +4,30 @@
     forked writer             └► tensor files, fsync ──┘
     thread (rank 0)                                          └► checksums, rename, latest
 
-A fork holds the weights as they were (tensors of a GPU are copied to the host first), so no step waits for the disk.
-Until the rename nothing of it counts: a kill at any moment leaves the checkpoint before it.
+A fork holds the weights as they were, so no step waits for the disk. A process that uses a GPU does not fork: it copies
+the tensors to the host, and a thread writes them (`_ThreadedCaller`). Until the rename nothing of it counts: a kill at
+any moment leaves the checkpoint before it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing.process
 import os
 import queue
 import shutil
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest, TemporalAsyncCaller
+from megatron.core.dist_checkpointing.strategies.filesystem_async import WriteBucket
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -121,12 +125,56 @@ def _message(directory: Path, error: BaseException) -> str:
     )
 
 
+class _ThreadedCaller(TemporalAsyncCaller):
+    """Writes in a thread of this process, where megatron-core's own forks one.
+
+    The copies on the host are in memory that CUDA pinned, which a forked child cannot rely on: such writers were seen
+    to die of SIGSEGV (Megatron-LM issue 1861). Nor may it call CUDA, not even to free a tensor. A thread may do all
+    that, and torch writes without Python's lock, so training goes on.
+    """
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Copy the tensors to the host, and begin to write them."""
+        if async_req.async_fn is None:
+            return
+        rank, buckets, results = async_req.async_fn_args
+        staged = _staged(buckets, async_req.preload_fn() if async_req.preload_fn else buckets)
+        self.start_time = time.time()
+        self.process = threading.Thread(
+            target=async_req.async_fn, args=(rank, staged, results), kwargs=async_req.async_fn_kwargs,
+            name="write checkpoint", daemon=True,
+        )  # fmt: skip
+        self.process.start()
+
+
+def _staged(buckets: Sequence[WriteBucket], on_host: Sequence[WriteBucket]) -> list[WriteBucket]:
+    """``on_host`` with copies of the tensors that were there before: training goes on in these."""
+    copied = []
+    for (*_, (_, before)), (file, key, (objects, after)) in zip(buckets, on_host, strict=True):
+        own = [
+            (item, tensor.clone() if tensor is original else tensor)
+            for (_, original), (item, tensor) in zip(before, after, strict=True)
+        ]
+        copied.append((file, key, (objects, own)))
+    return copied
+
+
+class _ThreadedCalls(AsyncCallsQueue):
+    def _get_async_caller(self) -> TemporalAsyncCaller:
+        return _ThreadedCaller()
+
+
 class BackgroundSave:
     """One save under way; every rank has one and makes the same calls."""
 
-    def __init__(self, request: AsyncRequest, attempt: SaveAttempt, commit: Callable[[], None] | None) -> None:
-        """Forks the writer. ``commit`` is called in a thread when all ranks' files are there, by rank 0 alone."""
-        self._queue = AsyncCallsQueue()
+    def __init__(
+        self, request: AsyncRequest, attempt: SaveAttempt, commit: Callable[[], None] | None, on_cuda: bool = False
+    ) -> None:
+        """Begins to write: in a fork, or with ``on_cuda`` in a thread.
+
+        ``commit`` is called in a thread when all ranks' files are there, by rank 0 alone.
+        """
+        self._queue = _ThreadedCalls() if on_cuda else AsyncCallsQueue()
         self._queue.schedule_async_request(request)
         self._attempt = attempt
         self._commit = commit
@@ -152,12 +200,12 @@ class BackgroundSave:
             self._attempt.agree()
 
     def abandon(self) -> None:
-        """Ends the writer; what it wrote never counts. For a run that ends by an error."""
+        """Ends the writer, a thread with the process; what it wrote never counts. For a run that ends by an error."""
         if self._thread is not None:
             self._thread.join()
         for call in self._queue.async_calls:
             writer = call.async_caller.process  # megatron's own close(abort=True) leaves these running
-            if writer is not None:
+            if isinstance(writer, multiprocessing.process.BaseProcess):
                 writer.kill()
                 writer.join()
 

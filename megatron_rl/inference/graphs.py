@@ -86,11 +86,14 @@ class CudaRecorder:
         return total - free
 
     def _leave(self, pool: tuple[int, int]) -> None:
-        """Stop allocating in ``pool``, which a capture that CUDA refused does not do by itself.
+        """Stop allocating in ``pool`` and drawing for a graph, which a refused capture does not do by itself.
 
-        Every later ``torch.cuda.empty_cache()`` would end in "captures_underway.empty() INTERNAL ASSERT FAILED".
+        Every later ``torch.cuda.empty_cache()`` would end in "captures_underway.empty() INTERNAL ASSERT FAILED", and
+        torch's generator, which dropout draws from, would go on as if a capture were under way.
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())  # seed and offset as they are
         with contextlib.suppress(RuntimeError):  # a capture that ended before the error has stopped, and let go
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)

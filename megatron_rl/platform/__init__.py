@@ -13,6 +13,7 @@ import warnings
 
 import torch
 
+from megatron_rl.platform import cuda
 from megatron_rl.platform.device import Platform, current_platform
 
 __all__ = ["Platform", "current_platform", "prepare"]
@@ -28,15 +29,15 @@ _USELESS = {
 def prepare() -> None:
     """Patch torch and megatron-core where this machine needs it; later calls do nothing.
 
-    With a GPU only the gaps of megatron-core are closed (see `_close_gaps`); without one
-    `cpu.install` makes the ``torch.cuda`` calls it hard-codes harmless.
+    With a GPU `cuda.install` settles attention kernels and memory; without one `cpu.install` makes the ``torch.cuda``
+    calls harmless that megatron-core hard-codes. Its gaps are closed on both (see `_close_gaps`).
     """
     # One thread a rank unless the user says otherwise: ranks that fight for cores are slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Apex is not installed", "TE is not installed", ...
         if torch.cuda.is_available():
-            import megatron.core
+            cuda.install()
         else:
             from megatron_rl.platform import cpu
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import io
+import queue
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,10 @@ def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]])
         return noted
 
     write_shards, common = shard_writer(), common_writer()
+    shards = write_here if must_write_here() else getattr(Writer, write_shards)
     replacements = [
         (Writer, "write_preloaded_data", staticmethod(raising(Writer.write_preloaded_data))),
-        (Writer, write_shards, staticmethod(noting(getattr(Writer, write_shards)))),
+        (Writer, write_shards, staticmethod(noting(shards))),
         (Writer, "finish", noting(Writer.finish)),
         (serialization, "save_config", noting(serialization.save_config)),
     ]
@@ -115,6 +117,28 @@ def _save_common(*given: Any) -> None:
 def shard_writer() -> str:
     """Name of the method of `FileSystemWriterAsync` that writes a rank's tensors: processes, from 0.17 on threads."""
     return "write_preloaded_data_multiproc" if VERSION < (0, 17) else "write_preloaded_data_multithread"
+
+
+def must_write_here() -> bool:
+    """Whether megatron-core would fork a process that uses CUDA, for every save: see `checkpoint.saving`."""
+    return VERSION < (0, 17) and torch.cuda.is_available()
+
+
+def write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
+    """As ``write_preloaded_data_multiproc`` of 0.16, but one file after the other, and without processes."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
+
+    del use_msc, rank
+    written: dict[int, Any] = {}
+    for number, bucket in enumerate(buckets):
+        found, counted = queue.Queue(), queue.Queue()
+        counted.put(number)
+        Writer.write_preloaded_data(transforms, number, bucket, found, counted, use_fsync=True)
+        _, written[number] = found.get()
+        if isinstance(written[number], Exception):
+            results.put(written[number])
+            return
+    results.put(written)
 
 
 def common_writer() -> tuple[Any, str] | None:

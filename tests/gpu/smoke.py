@@ -88,7 +88,7 @@ def draws() -> str:
 
 
 def capture() -> str:
-    """A capture that CUDA refuses leaves an allocator that works, and the next capture a graph."""
+    """A capture that CUDA refuses leaves an allocator and a generator that work, and the next capture a graph."""
     from megatron_rl.inference.graphs import CudaRecorder
 
     if not torch.cuda.is_available():
@@ -110,6 +110,7 @@ def capture() -> str:
         else:
             raise AssertionError("a host read was captured")
         torch.cuda.empty_cache()
+        torch.rand(1, device=device())
         recorder.warm_up(adds)
         replay = recorder.record(adds)
         before = number.item()

@@ -37,11 +37,13 @@ def _batch(policy, lengths):
 def test_the_same_weights_give_the_log_probs_of_local_layers(
     one_rank: ParallelGroups, tmp_path: Path, bf16: bool, tolerance: float
 ) -> None:
+    from megatron_rl.checkpoint.saving import SaveAttempt
     from megatron_rl.checkpoint.tensors import load, save_tensors
     from megatron_rl.trainer.scoring import Scorer
 
     local, other = tiny_policy(tiny_config(bf16=bf16)), tiny_policy(tiny_config(bf16=bf16, **ENGINE), seed=2)
-    save_tensors(tmp_path, local, None)
+    with SaveAttempt(tmp_path, is_main=True).collective_part():  # as in a run, where nothing is forked
+        save_tensors(tmp_path, local, None)
     load(tmp_path, other)
     batch = _batch(local, (40, 3, 17))
     ours, theirs = (Scorer(policy, one_rank, 1.0).logprobs([batch])[0] for policy in (local, other))

@@ -65,16 +65,51 @@ def test_a_step_that_fails_or_hangs_costs_its_limit_and_no_more(tmp_path: Path, 
     assert [ended.verdict for ended in results] == ["ok", "FAIL", "out of time", "not begun"]
     assert [ended.said for ended in results[1:]] == ["why", "begun", "no time was left"]
     assert [ended.step for ended in results] == steps
-    assert "===== passes" in log.read_text() and "-m this folder" in log.read_text()
+    assert (tmp_path / "call.passes.log").read_text().splitlines()[0].endswith("-m this folder")
+
+
+class Scripted:
+    """A process that ends when it has been looked at so many times."""
+
+    pid = 2**22 + 1  # no process has that number
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        return None if self.looks > 0 else 0
+
+    def kill(self) -> None:
+        self.looks = 0
+
+    def wait(self) -> int:
+        return 0
+
+
+def test_three_at_once_unless_one_must_be_alone(tmp_path: Path) -> None:
+    looks = {"a": 3, "b": 1, "c": 2, "d": 2, "M": 1, "e": 1}
+    steps = [Step(name, (name,), 60, is_alone=name == "M") for name in looks]
+    processes: dict[str, Scripted] = {}
+    begun: list[str] = []
+
+    def begin(command, environment, log) -> Scripted:
+        begun.append(f"{command[0]} beside {''.join(name for name, one in processes.items() if one.looks > 0)}")
+        return processes.setdefault(command[0], Scripted(looks[command[0]]))
+
+    ended = run_call(steps, tmp_path / "call.log", time.monotonic() + 60, {}, begin)
+    assert [one.step.name for one in ended] == ["b", "c", "a", "d", "M", "e"]
+    assert begun == ["a beside ", "b beside a", "c beside ab", "d beside ac", "M beside ", "e beside "]
 
 
 def test_compiled_kernels_travel(tmp_path: Path) -> None:
-    keep_kernels(tmp_path / "none.tar.gz", tmp_path / "absent")
-    assert not (tmp_path / "none.tar.gz").exists()
+    keep_kernels(tmp_path / "none.tar.xz", tmp_path / "absent")
+    assert not (tmp_path / "none.tar.xz").exists()
     (tmp_path / "cache" / "AB").mkdir(parents=True)
     (tmp_path / "cache" / "AB" / "kernel.cubin").write_bytes(b"code")
-    keep_kernels(tmp_path / "kernels.tar.gz", tmp_path / "cache")
-    take_kernels(tmp_path / "kernels.tar.gz", tmp_path / "other")
+    keep_kernels(tmp_path / "kernels.tar.xz", tmp_path / "cache")
+    assert (tmp_path / "kernels.tar.xz").read_bytes()[:6] == b"\xfd7zXZ\0"
+    take_kernels(tmp_path / "kernels.tar.xz", tmp_path / "other")
     assert (tmp_path / "other" / "AB" / "kernel.cubin").read_bytes() == b"code"
 
 

@@ -14,6 +14,7 @@ from tools.benchmark.common import Shape, benchmark_config
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL
 from tools.benchmark.on_gpu.shapes import (
     BF16,
+    EXPERTS,
     FP8,
     FP8_KV,
     LARGE,
@@ -23,6 +24,7 @@ from tools.benchmark.on_gpu.shapes import (
     forward_flops,
     ratio,
     roofline_ms,
+    share_of_experts,
     training_flops,
     utilisation,
     weight_bytes,
@@ -75,6 +77,19 @@ def test_sizes_of_the_models() -> None:
     for shape, published in ((SMALL, 0.49e9), (MIDDLE, 7.6e9), (LARGE, 32.5e9)):
         embeddings = shape.head_weights * (1 if shape.tied else 2)
         assert shape.linear_weights + embeddings == pytest.approx(published, rel=0.015)
+
+
+def test_experts_that_no_token_comes_to_are_not_read() -> None:
+    """Published: 30.5 thousand million parameters, of which 3.3 are a token's."""
+    assert EXPERTS.linear_weights + 2 * EXPERTS.head_weights == pytest.approx(30.5e9, rel=0.015)
+    assert weight_bytes(EXPERTS, BF16, 1) / 2 + EXPERTS.head_weights == pytest.approx(3.3e9, rel=0.03)
+    assert share_of_experts(EXPERTS, 1) == 8 / 128
+    assert share_of_experts(EXPERTS, 2) == pytest.approx(1 - (120 / 128) ** 2)
+    assert share_of_experts(EXPERTS, None) == share_of_experts(MIDDLE, 1) == 1.0
+    for kind, times in ((BF16, (1.43, 13.1, 20.0)), (FP8, (0.80, 7.0, 13.1))):
+        found = [roofline_ms(decode_bytes(EXPERTS, kind, rows, 1024), COPY_RATE) for rows in (1, 32, 256)]
+        assert found == pytest.approx(times, rel=0.02)
+    assert FULL.experts.whole == EXPERTS and FULL.experts.layers == 8
 
 
 def test_a_cut_model_remembers_the_whole() -> None:

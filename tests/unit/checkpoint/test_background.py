@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_rl.checkpoint.layout import best_checkpoint, commit, remove_old, temporary_directory
@@ -16,21 +18,26 @@ from megatron_rl.errors import SaveError
 from megatron_rl.platform.groups import ParallelGroups
 
 
-def wait_for(path: Path) -> None:
-    """What the forked writer does here."""
+def wait_for(path: Path, buckets: object, results: list[object]) -> None:
+    """What the forked writer, or the thread, does here."""
     while not path.exists():
         time.sleep(0.005)
+    results.append(buckets)
 
 
-def begun(go: Path, done: list[str], commit=None) -> BackgroundSave:
-    request = AsyncRequest(wait_for, (go,), [lambda: done.append("written")])
+def begun(
+    go: Path, done: list[str], commit=None, on_cuda: bool = False, buckets=(), results: list[object] | None = None
+) -> BackgroundSave:
+    given = (go, buckets, [] if results is None else results)
+    request = AsyncRequest(wait_for, given, [lambda: done.append("written")], preload_fn=lambda: list(buckets))
     attempt = SaveAttempt(go.parent / "step_0000007.tmp", is_main=True)
-    return BackgroundSave(request, attempt, commit or (lambda: done.append("committed")))
+    return BackgroundSave(request, attempt, commit or (lambda: done.append("committed")), on_cuda)
 
 
-def test_polls_do_not_wait_and_finish_does(one_rank: ParallelGroups, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_polls_do_not_wait_and_finish_does(one_rank: ParallelGroups, tmp_path: Path, on_cuda: bool) -> None:
     go, done = tmp_path / "go", []
-    save = begun(go, done)
+    save = begun(go, done, on_cuda=on_cuda)
     for _ in range(3):
         save.go_on(wait=False)
     assert done == []
@@ -59,6 +66,30 @@ def test_a_commit_that_fails_is_told_at_the_end(one_rank: ParallelGroups, tmp_pa
     save = begun(tmp_path / "go", [], full)
     with pytest.raises(SaveError, match="step_0000007.tmp' could not be written .*No space left on device: 'manifest"):
         save.go_on(wait=True)
+
+
+def test_a_process_that_uses_cuda_forks_no_writer_and_trains_on(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    """The thread writes the weights as they were, those on the host too, which nobody has copied there."""
+    weight, written, before = torch.ones(3), [], multiprocessing.active_children()
+    bucket = ("__0_0.distcp", "key", (["an object"], [("item", weight)]))
+    save = begun(tmp_path / "go", [], on_cuda=True, buckets=[bucket], results=written)
+    assert multiprocessing.active_children() == before
+    weight.zero_()
+    (tmp_path / "go").touch()
+    save.go_on(wait=True)
+    (((file, key, (objects, ((item, kept),))),),) = written
+    assert (file, key, objects, item) == ("__0_0.distcp", "key", ["an object"], "item")
+    assert torch.equal(kept, torch.ones(3))
+
+
+def test_an_abandoned_thread_does_not_keep_the_process(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    save = begun(tmp_path / "go", [], on_cuda=True)
+    (writer,) = (thread for thread in threading.enumerate() if thread.name == "write checkpoint")
+    save.abandon()
+    assert writer.daemon and writer.is_alive()
+    (tmp_path / "go").touch()
+    writer.join(30)
+    assert not writer.is_alive()
 
 
 def test_an_abandoned_save_ends_its_writer(one_rank: ParallelGroups, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from megatron_rl.checkpoint import manager
 from megatron_rl.checkpoint.layout import find_checkpoint, list_checkpoints, step_directory
 from megatron_rl.errors import SaveError
+from megatron_rl.platform import megatron
 from megatron_rl.run.training import TrainingRun
 from tests.support.saves import COMMON, FILES, before_tensors, full_disk, saving_run, train_a_step
 from tests.support.tiny import tiny_config
@@ -77,6 +78,13 @@ def _with_limit(size: int, write: Callable[..., Any]) -> Callable[..., Any]:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return limited
+
+
+def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Saves fork nothing; those in the background are written in a thread."""
+    original = manager.BackgroundSave
+    patch.setattr(manager, "BackgroundSave", lambda *given: original(*given[:3], on_cuda=True))
+    patch.setattr(megatron, "must_write_here", lambda: megatron.VERSION < (0, 17))
 
 
 def _succeeds(run: TrainingRun, folder: Path) -> None:
@@ -225,10 +233,14 @@ def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run, tmp_
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("file", [*COMMON, "__0_0.distcp", "metadata.json", ".metadata", "manifest.json"])
-@pytest.mark.parametrize("seen_by", ["poll", "the next save"])
-def test_a_save_in_the_background_that_fails(run, tmp_path: Path, file: str, seen_by: str, monkeypatch) -> None:
+@pytest.mark.parametrize(("seen_by", "writer"), [("poll", "fork"), ("the next save", "fork"), ("poll", "thread")])
+def test_a_save_in_the_background_that_fails(
+    run: TrainingRun, tmp_path: Path, file: str, seen_by: str, writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is counted and told; training goes on, and the same step can be saved again."""
     folder = tmp_path / "checkpoints"
+    if writer == "thread":
+        as_on_cuda(monkeypatch)
     monkeypatch.setattr(run, "config", replace(run.config, checkpoint=replace(run.config.checkpoint, async_save=True)))
     with before_tensors(lambda folder: full_disk(folder, file)):
         run.save(final=False)  # a failure before the fork is told at once, and is no error either

@@ -35,6 +35,21 @@ class _Graph:
         self.replays += 1
 
 
+class _Generator:
+    """Of torch 2.11: a state knows whether a capture draws from it, and a clone of it does not."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+        self.is_captured = False
+
+    def clone_state(self) -> _Generator:
+        return _Generator(self.offset)
+
+    def graphsafe_set_state(self, state: _Generator) -> _Generator:
+        vars(self).update(vars(state))
+        return self
+
+
 class _Cuda:
     """``torch.cuda`` as far as the recorder goes; ``current`` is the stream that work would run on."""
 
@@ -45,10 +60,11 @@ class _Cuda:
         self.allocating: list[tuple[int, int]] = []
         """Pools of captures under way; in torch ``empty_cache`` fails unless there is none."""
         self.users: Counter[tuple[int, int]] = Counter()
+        self.generators = [_Generator(offset=7)]
         for name, value in (
             ("Stream", _Stream), ("CUDAGraph", _Graph), ("stream", self.stream), ("graph", self.graph),
             ("current_stream", lambda: self.current), ("graph_pool_handle", lambda: next(self.handles)),
-            ("current_device", lambda: 0),
+            ("current_device", lambda: 0), ("default_generators", self.generators),
         ):  # fmt: skip
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocating, raising=False)
@@ -64,8 +80,9 @@ class _Cuda:
 
     @contextlib.contextmanager
     def graph(self, graph: _Graph, **settings: Any) -> Iterator[None]:
-        """As torch's: a capture that CUDA refuses neither leaves the stream nor the pool."""
+        """As torch's: a capture that CUDA refuses leaves neither the stream, nor the pool, nor the generator."""
         self.captures.append(settings)
+        self.generators[0].is_captured = True
         graph.own_pool = pool = settings["pool"]
         self.current = settings["stream"]
         self.allocating.append(pool)
@@ -77,9 +94,11 @@ class _Cuda:
         except Exception:  # the capture itself was sound
             self.end_allocating(0, pool)
             self.release(0, pool)
+            self.generators[0].is_captured = False
             raise
         self.end_allocating(0, pool)
         self.current = self.main
+        self.generators[0].is_captured = False
 
     def end_allocating(self, device: int, pool: tuple[int, int]) -> None:
         if pool not in self.allocating:
@@ -122,7 +141,7 @@ def test_graphs_share_a_pool_while_one_of_them_lives(cuda: _Cuda) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing"), TypeError("ours")])
-def test_a_capture_that_fails_leaves_stream_and_pool(cuda: _Cuda, error: Exception) -> None:
+def test_a_capture_that_fails_leaves_stream_pool_and_generator(cuda: _Cuda, error: Exception) -> None:
     recorder = CudaRecorder(torch.device("cuda", 0))
     kept = recorder.record(lambda: None)
 
@@ -133,6 +152,7 @@ def test_a_capture_that_fails_leaves_stream_and_pool(cuda: _Cuda, error: Excepti
         recorder.record(refused)
     assert cuda.current is cuda.main
     assert not cuda.allocating
+    assert vars(cuda.generators[0]) == {"offset": 7, "is_captured": False}
     assert cuda.users[0, 1] == 1, "the graph that was captured before"
     del kept
     gc.collect()

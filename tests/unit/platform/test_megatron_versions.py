@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,21 @@ def test_a_save_is_watched_while_it_is_asked_for() -> None:
         raise KeyError
     assert parts == ["entered"]
     assert writers() == before
+
+
+def test_a_save_of_a_process_that_uses_cuda_forks_nothing(
+    one_rank: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forked() -> int:
+        raise AssertionError("a child of this process would lack its pinned memory")
+
+    monkeypatch.setattr(megatron, "must_write_here", lambda: megatron.VERSION < (0, 17))
+    monkeypatch.setattr(os, "fork", forked)
+    saved, other = tiny_optimization(seed=1), tiny_optimization(seed=2)
+    with megatron.watched_writers(contextlib.nullcontext):
+        tensors.save_tensors(tmp_path, saved.policy, None)
+    tensors.load(tmp_path, other.policy)
+    assert all_equal(weights_of(other.policy), weights_of(saved.policy))
 
 
 @pytest.mark.parametrize("offered", [True, False])

@@ -42,6 +42,8 @@ from tools.benchmark.on_gpu.shapes import (
 GRAPHS = ("--enable-cuda-graph", "--inference-dynamic-batching-num-cuda-graphs=8")
 """Captures of the batches that are measured, the powers of two, and few others."""
 ATTENTION_BATCHES = (32, 256)
+PROFILED = 32
+"""Rows at most of the decode steps whose kernels are listed."""
 PREFILLED = 8
 """Prompts read at once."""
 
@@ -139,13 +141,13 @@ def attention(bench: Bench) -> Iterator[Row]:
             yield from guarded(rows, labels)
 
 
-def decode(bench: Bench, model: str) -> Iterator[Row]:
-    """``small``, ``middle`` or ``large`` of the sizes, in every format, with CUDA graphs and without.
+def decode(bench: Bench, model: str, kinds: Sequence[Format] = (BF16, FP8, FP8_KV)) -> Iterator[Row]:
+    """``small``, ``middle``, ``large`` or ``experts`` of the sizes, in these formats, with CUDA graphs and without.
 
     Of a model with layers cut, ``whole_ms`` takes the same ratio to the roofline for the whole one.
     """
     shape: Shape = getattr(bench.sizes, model)
-    for kind, graphs in itertools.product((BF16, FP8, FP8_KV), (False, True)):
+    for kind, graphs in itertools.product(kinds, (False, True)):
         labels = {"model": shape.name, "layers": shape.layers, "format": kind.name, "graphs": graphs}
         if graphs and not bench.platform.is_cuda:
             yield {**labels, "skipped": "CUDA graphs need a CUDA device"}
@@ -165,12 +167,18 @@ def decode_rows(
     sizes = bench.sizes
     # The prefill takes a few engine steps, in each of which the rows that are ready decode a burst.
     most_fills = min(max(batches), sizes.distinct_prompts)
-    new_tokens = 1 + sizes.steps * (most_fills + 2 + sizes.bursts)
+    new_tokens = 1 + sizes.steps * (most_fills + 3 + sizes.bursts)
+    # The host is in a profile's way where steps are eager, and its launches show in the times already.
+    profiled = max((batch for batch in batches if batch <= PROFILED), default=0)
+    profiled = profiled if set(GRAPHS) & set(flags) or not bench.platform.is_cuda else 0
     rolling = open_engine(bench, shape, batch=max(batches), length=context + new_tokens, flags=flags)
     rolling.warm()
     with rolling.rollouts():
         for batch in batches:
-            step, rows = _step_seconds(bench, rolling, batch, context, new_tokens)
+            backend = [flag for flag in flags if "backend" in flag]
+            label = ", ".join([kind.name, *backend, f"{sizes.steps} steps of {batch} rows of {context} tokens"])
+            label = label if batch == profiled else None
+            step, rows = _step_seconds(bench, rolling, batch, context, new_tokens, label)
             least = roofline_ms(decode_bytes(shape, kind, batch, context), bench.bandwidth)
             row = {"batch": batch, "context": context, "step_ms": 1e3 * step, "roofline_ms": least, "rows": rows,
                    "ratio": ratio(1e3 * step, least), "tokens_per_second": batch / step}  # fmt: skip
@@ -180,8 +188,13 @@ def decode_rows(
             yield row
 
 
-def _step_seconds(bench: Bench, rolling: Rolling, batch: int, context: int, new_tokens: int) -> tuple[float, float]:
-    """Median seconds of a decode step over the bursts, and how many rows were computed in each."""
+def _step_seconds(
+    bench: Bench, rolling: Rolling, batch: int, context: int, new_tokens: int, profiled: str | None
+) -> tuple[float, float]:
+    """Median seconds of a decode step over the bursts, and how many rows were computed in each.
+
+    With ``profiled`` one more burst is profiled under that name.
+    """
     engine, prompts = rolling.engine, min(batch, bench.sizes.distinct_prompts)
     # Half of the timed steps come before the context asked for, half after it.
     ahead = min(bench.sizes.steps * (2 + bench.sizes.bursts // 2), context // 2)
@@ -200,6 +213,8 @@ def _step_seconds(bench: Bench, rolling: Rolling, batch: int, context: int, new_
         bench.platform.synchronize()
         times.append((time.perf_counter() - started) / (engine.statistics.decode_steps - at))
     rows = (engine.statistics.decode_rows - before) / (engine.statistics.decode_steps - first)
+    if profiled is not None:
+        bench.profile(profiled, engine.step)
     engine.abort()
     return statistics.median(times), rows
 
@@ -214,6 +229,7 @@ def prefill(bench: Bench) -> Iterator[Row]:
         read = partial(rolling.generate, prompts=PREFILLED, copies=1, prompt_tokens=context, new_tokens=1)
         with rolling.rollouts():
             took = bench.seconds(read)
+            bench.profile(shape.name, read)
         tokens, flops = PREFILLED * context, forward_flops(shape, [context] * PREFILLED, head=False)
         yield {"model": shape.name, "tokens": tokens, "ms": 1e3 * took, "tokens_per_second": tokens / took,
                "mfu": utilisation(flops, took, bench.peak)}  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from megatron_rl.families.blocks import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.models.attention.backend import Backend, CacheKernel, Requirements
 from megatron_rl.models.attention.selection import facts_of
@@ -48,26 +49,30 @@ def decode_attention(bench: Bench) -> Iterator[Row]:
 def _decode_attention(
     bench: Bench, backend: Backend, rows: int, longest: int, length: int | None, dtype: torch.dtype, stored: torch.dtype
 ) -> Iterator[Row]:
-    """``length`` of all rows; None draws one for each."""
+    """``length`` of all rows; None draws one for each.
+
+    Calls go from layer to layer of a cache with so many that none finds its keys in the GPU's own cache, as in a model.
+    """
     torch.manual_seed(0)
     sizes, kernel, layer = bench.sizes, backend.cache, bench.sizes.middle.layout.layers[0].cache
-    cache = _cache(bench, kernel, rows, longest, dtype, stored)
     lengths = torch.randint(1, longest + 1, (rows,)) if length is None else torch.full((rows,), length)
+    read = layer.numbers(int(lengths.sum())) * stored.itemsize
+    count = -(-sizes.rotated_bytes // read)
+    cache, turns = _cache(bench, kernel, [layer] * count, rows, longest, dtype, stored), itertools.cycle(range(count))
     query = torch.randn(rows, 1, sizes.middle.heads, layer.key_width, device=bench.device).to(dtype)
     # What a model's layers share is prepared once a step.
     plan = kernel.prepare_decode(cache, lengths.to(bench.device) - 1, length or longest)
-    took = bench.kernel_seconds(lambda: kernel.decode(query, cache, 0, plan), inner=sizes.inner)
-    read = layer.numbers(int(lengths.sum())) * stored.itemsize
+    took = bench.kernel_seconds(lambda: kernel.decode(query, cache, next(turns), plan), max(sizes.inner, count))
     copied = bench.bandwidth
     shown = {None: "ragged", longest: "equal"}.get(length, f"{length} each")
-    yield {"lengths": shown, "us": 1e6 * took, "bytes": read, "bytes_per_second": read / took,
+    yield {"lengths": shown, "layers": count, "us": 1e6 * took, "bytes": read, "bytes_per_second": read / took,
            "of_copy": None if copied is None else read / took / copied}  # fmt: skip
 
 
 def _cache(
-    bench: Bench, kernel: CacheKernel, rows: int, longest: int, dtype: torch.dtype, stored: torch.dtype
-) -> Cache:
-    layers = [bench.sizes.middle.layout.layers[0].cache]
+    bench: Bench, kernel: CacheKernel, layers: Sequence[LayerCache], rows: int, longest: int, dtype: torch.dtype,
+    stored: torch.dtype,
+) -> Cache:  # fmt: skip
     if kernel.layout == "rows":
         return RowCache(layers, rows, longest, dtype, bench.device, stored)
     cache = PagedCache(layers, rows, longest, kernel.block_size, dtype, bench.device, stored)
@@ -144,6 +149,7 @@ def requantise(bench: Bench) -> Iterator[Row]:
 def _requantise(bench: Bench, gpt: torch.nn.Module, name: str) -> Iterator[Row]:
     linears = QuantizedLinears(gpt, RECIPES.get(name))
     took = bench.seconds(linears.refresh)
+    bench.profile(name, linears.refresh)
     size = 2 * linears.num_weights + linears.stored_bytes
     least = roofline_ms(size, bench.bandwidth)
     yield {"ms": 1e3 * took, "bytes": size, "roofline_ms": least, "ratio": ratio(1e3 * took, least)}

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from megatron_rl.platform import Platform
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization import formats
 from tools.benchmark.common import Shape
-from tools.benchmark.on_gpu.shapes import LARGE, MIDDLE, SMALL
+from tools.benchmark.on_gpu.profile import largest_kernels
+from tools.benchmark.on_gpu.shapes import EXPERTS, LARGE, MIDDLE, SMALL, ExpertShape
 
 Row = dict[str, Any]
 """One measurement: names and numbers. ``error`` or ``skipped`` stand in place of numbers, in one line."""
@@ -31,6 +32,7 @@ class Sizes:
     middle: Shape = MIDDLE
     large: Shape = LARGE.cut(16)
     attention: Shape = MIDDLE.cut(4)
+    experts: ExpertShape = EXPERTS.cut(8)
     batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)  # rows of a decode step, and tokens of the single products
     largest_eager: int = 32  # eager steps wait for the host; more rows show nothing new
     distinct_prompts: int = 32  # larger batches are groups that share these prompts, as in GRPO
@@ -40,7 +42,7 @@ class Sizes:
     steps: int = 8  # decode steps a burst
     repeats: int = 9
     copied_bytes: int = 2**30
-    rotated_bytes: int = 2**28  # weights that products go through before they come to the same again: more than a cache
+    rotated_bytes: int = 2**28  # weights, or keys, that are gone through before the same come again: more than a cache
     cube: int = 8192  # side of the products whose speed is the peak
     samples: int = 32  # of a training step, ``context`` tokens each
     bin_tokens: int = 8192
@@ -58,6 +60,7 @@ FULL = Sizes()
 REHEARSAL = Sizes(
     *(replace(shape, **_TINY) for shape in (SMALL, MIDDLE)),
     *(replace(shape, **_TINY, whole_layers=4) for shape in (LARGE, MIDDLE)),
+    replace(EXPERTS, **_TINY, whole_layers=4, experts=4, active=2, head_width=16),
     batches=(1, 4), distinct_prompts=2, context=16, long_context=32, bursts=1, steps=2, repeats=1,
     copied_bytes=2**16, rotated_bytes=2**12, cube=64, samples=4, bin_tokens=64, prompts=2, group=4, answer_tokens=6,
     attention_rows=(2,), longest=(64,), roomy=((128, 32),), inner=1,
@@ -78,6 +81,8 @@ class Bench:
     """Bytes read and written a second by a large copy; None until ``roofline`` has measured it."""
     peak: float | None = None
     """bf16 flop/s of a large product; None until then."""
+    kernels: list[Row] = field(default_factory=list)
+    """What `profile` has found in this section."""
 
     @property
     def device(self) -> torch.device:
@@ -111,6 +116,10 @@ class Bench:
         recorder = CudaRecorder(self.device)
         recorder.warm_up(cycle)
         return self.seconds(recorder.record(cycle)) / inner
+
+    def profile(self, what: str, work: Callable[[], object]) -> None:
+        """Note the largest kernels of one ``work``, or why they are not known."""
+        self.kernels += guarded(largest_kernels(self.platform, work), {"of": what})
 
     def forget(self) -> None:
         """Give back the memory of what has gone out of use."""

@@ -19,6 +19,26 @@ LARGE = Shape("32B", 5120, 27648, 64, 40, 8, 152064)
 
 
 @dataclass(frozen=True)
+class ExpertShape(Shape):
+    """A Qwen3-like decoder: experts in every layer, ``ffn`` wide each, normed heads, no biases."""
+
+    experts: int = 128
+    active: int = 8
+    """A token is sent to."""
+    head_width: int = 128
+
+    def flags(self) -> list[str]:
+        """Of the training command."""
+        sizes = {"num-experts": self.experts, "moe-router-topk": self.active, "moe-ffn-hidden-size": self.ffn,
+                 "kv-channels": self.head_width}  # fmt: skip
+        plain = [flag for flag in super().flags() if flag != "--add-qkv-bias"]
+        return [*plain, *(f"--{name}={size}" for name, size in sizes.items()), "--qk-layernorm"]
+
+
+EXPERTS = ExpertShape("30B-A3B", 2048, 768, 48, 32, 4, 151936)
+
+
+@dataclass(frozen=True)
 class Format:
     """The numbers a rollout computes with. The head stays bf16."""
 
@@ -33,15 +53,26 @@ FP8 = Format("fp8", 1, 2, ("--rl-rollout-quantization=fp8",))
 FP8_KV = Format("fp8 + fp8 KV", 1, 1, (*FP8.flags, "--rl-kv-cache-dtype=fp8"))
 
 
-def weight_bytes(shape: Shape, kind: Format) -> int:
-    """Weights read by one decode step, scales included; norms and biases are left out."""
-    scales = 0 if kind.weight_bytes == 2 else _SCALE_BYTES * sum(linear.outputs for linear in shape.layout.linears)
-    return shape.linear_weights * kind.weight_bytes + scales + 2 * shape.head_weights
+def weight_bytes(shape: Shape, kind: Format, rows: int | None = None) -> int:
+    """Weights read by a decode step of ``rows``, None: all; scales are included, norms, biases, routers left out."""
+    scales = 0 if kind.weight_bytes == 2 else _SCALE_BYTES
+    read = 0.0
+    for linear in shape.layout.linears:
+        share = share_of_experts(shape, rows) if ".experts." in linear.name else 1.0
+        read += share * linear.outputs * (linear.inputs * kind.weight_bytes + scales)
+    return round(read) + 2 * shape.head_weights
+
+
+def share_of_experts(shape: Shape, rows: int | None) -> float:
+    """Share of the experts that ``rows`` tokens come to, if routers send them anywhere alike; None: all."""
+    if not isinstance(shape, ExpertShape) or rows is None:
+        return 1.0
+    return 1 - (1 - shape.active / shape.experts) ** rows
 
 
 def decode_bytes(shape: Shape, kind: Format, batch: int, context: int) -> int:
     """Bytes that a decode step of ``batch`` rows, ``context`` tokens each, has to read."""
-    return weight_bytes(shape, kind) + batch * shape.layout.cache_numbers(context) * kind.kv_bytes
+    return weight_bytes(shape, kind, batch) + batch * shape.layout.cache_numbers(context) * kind.kv_bytes
 
 
 def roofline_ms(size: int, bandwidth: float | None) -> float | None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import build_model
@@ -24,7 +29,11 @@ OPTIMIZER = ("--use-distributed-optimizer", "--lr-decay-style=constant", "--clip
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    """One update of the 0.5B on packed samples of the context's length: forward, backward, optimizer."""
+    """Updates of the 0.5B on packed samples: forward, backward, optimizer.
+
+    All of the context's length, then of log-normal lengths, as many tokens and each time others: a library that
+    prepares something for each new shape shows there. ``over_equal`` compares the times.
+    """
     bench.forget()
     sizes, shape = bench.sizes, bench.sizes.small
     config = benchmark_config(
@@ -34,12 +43,39 @@ def training(bench: Bench) -> Iterator[Row]:
     seed_everything(1)
     policy = build_model(config, bench.platform, shape.vocab)
     update = our_update(policy, config, bench.groups)
-    answer = sizes.context // 2
-    samples = make_samples(sizes.samples, shape.vocab, sizes.context - answer, answer, equal=True)
-    took = bench.seconds(lambda: update(samples))
-    lengths = [sample.length for sample in samples]
-    yield {"model": shape.name, "tokens": sum(lengths), "ms": 1e3 * took, "tokens_per_second": sum(lengths) / took,
-           "mfu": utilisation(training_flops(shape, lengths), took, bench.peak)}  # fmt: skip
+    tokens = sizes.samples * sizes.context
+    equal = [[sizes.context] * sizes.samples]
+    unequal = [log_normal_lengths(tokens, sizes.context, seed) for seed in range(sizes.repeats + 2)]
+    first = None
+    for name, every in (("equal", equal), ("log-normal", unequal)):
+        turns = itertools.cycle([samples_of(lengths, shape.vocab) for lengths in every])
+        took = bench.seconds(lambda turns=turns: update(next(turns)))
+        bench.profile(f"{name} lengths", lambda turns=turns: update(next(turns)))
+        first = first or took
+        yield {"model": shape.name, "lengths": name, "samples": len(every[0]), "tokens": tokens, "ms": 1e3 * took,
+               "tokens_per_second": tokens / took, "over_equal": took / first,
+               "mfu": utilisation(training_flops(shape, every[0]), took, bench.peak)}  # fmt: skip
+
+
+def log_normal_lengths(tokens: int, longest: int, seed: int, least: int = 8) -> list[int]:
+    """Lengths up to ``longest``, of which most are about a quarter of it; together ``tokens``."""
+    draw, lengths, left = random.Random(seed), [], tokens
+    while left:
+        drawn = int(draw.lognormvariate(math.log(longest / 4), 0.7))
+        length = min(max(least, drawn), longest - least)
+        length = left if left - length < least else length  # no rest that is too short for a sample
+        lengths.append(length)
+        left -= length
+    return lengths
+
+
+def samples_of(lengths: Sequence[int], vocab: int) -> list[Sample]:
+    """Samples of these lengths, half of each a prompt."""
+    made = [
+        make_samples(1, vocab, length // 2, length - length // 2, equal=True, seed=number)[0]
+        for number, length in enumerate(lengths)
+    ]
+    return [replace(sample, sample_id=number) for number, sample in enumerate(made)]
 
 
 def grpo(bench: Bench) -> Iterator[Row]:
