@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import Fork
+from tests.support.forks import Fork, environment_forks, fork_environment_servers
 from tests.support.ranks import free_port, rank_environment
 
 TINY: dict[str, Any] = {
@@ -73,19 +74,22 @@ def run_many(
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps([list(argv) for argv in commands]))
-        argv = ["-m", "tests.support.runs", str(job)]
+        connection, servers = environment_forks(largest_file)
+        argv = ["-m", "tests.support.runs", str(job), str(connection.fileno())]
         started = []
         for rank in range(ranks):
             with (Path(folder) / f"start.{rank}.log").open("wb") as log:
                 environment = rank_environment(rank, ranks, 0)
-                started.append(Fork(argv, environment, log, log, rank, largest_file=largest_file))
+                given = [connection.fileno()] if rank == 0 else []
+                started.append(Fork(argv, environment, log, log, rank, largest_file=largest_file, pass_fds=given))
+        connection.close()
         try:
             for process in started:
                 process.wait(timeout)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"the runs hang:\n{_written(folder)}") from error
         finally:
-            for process in started:
+            for process in [*started, servers]:
                 process.kill()
                 process.wait()
         return [_outcome(Path(folder), index, ranks) for index in range(len(commands))]
@@ -143,6 +147,8 @@ def _main(job: Path) -> None:
     # It costs a Python process: the commands share what was found in a list that they share.
     inputs.survey_list = functools.cache(inputs.survey_list)
     rank = os.environ["RANK"]
+    if rank == "0":  # which has the environment servers
+        fork_environment_servers(socket.socket(fileno=int(sys.argv[2])))
     for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
             os.dup2(log.fileno(), 1)
