@@ -11,6 +11,7 @@ from megatron_rl.config.arguments import read_config
 from megatron_rl.run.memory.estimate import estimate
 from tools.benchmark import scaling
 from tools.benchmark.on_gpu import shapes
+from tools.benchmark.on_paper import decode
 from tools.benchmark.on_paper.seconds import (
     Machine,
     all_to_all_bytes,
@@ -199,3 +200,15 @@ def test_layouts_that_are_tried() -> None:
 def test_the_document_has_these_tables() -> None:
     document = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
     assert scaling.tables() in document, "run tools/benchmark/scaling.py and put its tables into docs/scaling.md"
+
+
+def test_decode_steps_on_paper_are_those_of_the_document():
+    """A 7B in bf16, batch 1 and 1k of context: 7.6e9 numbers less the embedding, and 57,344 bytes of cache a token."""
+    document = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
+    for row in decode.rows():
+        assert f"| {' | '.join(row)} |" in document, "run tools/benchmark/on_paper/decode.py for docs/performance.md"
+    model, ranks, cached = decode.MODELS[1]
+    floor, _, launches = decode.decode(model, ranks, 1, cached, "bf16")
+    weights = 28 * (3584 * (28 + 8) * 128 + 3584 * 3584 + 3 * 3584 * 18944) + 152064 * 3584
+    assert floor == pytest.approx((2 * weights + 1024 * 57_344) / 4.3e12)
+    assert launches == 28 * 11 + 14

@@ -21,6 +21,7 @@ from tests.support.launches_counted import counted
 from tests.support.meta import META, meta_context, meta_runner
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_policy
+from tools.benchmark.on_paper.decode import BESIDE, DENSE, EXPERTS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -82,13 +83,13 @@ def on_ranks(size: int) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize(
     ("recipe", "stored", "most"),
     [
-        ("none", None, 12),
-        ("fp8", None, 18),
-        ("fp8_block", None, 18),
-        ("int8", None, 18),
-        ("int8_smooth", None, 18),
-        ("fp8", torch.float8_e4m3fn, 20),
-        ("none", torch.float8_e4m3fn, 14),
+        ("none", None, DENSE["bf16"]),
+        ("fp8", None, DENSE["fp8"]),
+        ("fp8_block", None, DENSE["fp8"]),
+        ("int8", None, DENSE["fp8"]),
+        ("int8_smooth", None, DENSE["fp8"]),
+        ("fp8", torch.float8_e4m3fn, DENSE["fp8"]),
+        ("none", torch.float8_e4m3fn, DENSE["bf16"]),
     ],
 )
 def test_a_layer_launches_few_kernels(
@@ -98,7 +99,9 @@ def test_a_layer_launches_few_kernels(
     assert 8 <= seen.total() <= most, seen
 
 
-@pytest.mark.parametrize(("recipe", "most"), [("none", 14), ("fp8", 15), ("int8", 15)])
+@pytest.mark.parametrize(
+    ("recipe", "most"), [("none", EXPERTS["bf16"]), ("fp8", EXPERTS["fp8"]), ("int8", EXPERTS["fp8"])]
+)
 def test_a_layer_of_experts_launches_few_kernels(one_rank: object, recipe: str, most: int) -> None:
     """Three of them choose experts, bring tokens there, and add up what comes back; codes are made on the way."""
     seen = of_a_layer("experts", recipe, None, RolloutOps(fused=True))
@@ -124,7 +127,7 @@ def test_tensor_parallel_ranks_exchange_what_bf16_does() -> None:
     for recipe, seen in found.items():
         collectives = seen.pop("all_reduce")
         assert collectives == 2, (recipe, seen)
-        assert sum(seen.values()) <= (11 if recipe == "none" else 12), (recipe, seen)
+        assert sum(seen.values()) <= DENSE["bf16" if recipe == "none" else "fp8"], (recipe, seen)
 
 
 def test_what_a_step_launches_beside_its_layers(one_rank: object) -> None:
@@ -133,7 +136,7 @@ def test_what_a_step_launches_beside_its_layers(one_rank: object) -> None:
     layer = more - less
     beside = less - layer - layer
     assert beside["ahead_kernel"] == beside["cells_kernel"] == beside["record_kernel"] == 1
-    assert beside.total() <= 14, beside
+    assert beside.total() <= BESIDE, beside
 
 
 def whole_step(layers: int) -> Counter[str]:
