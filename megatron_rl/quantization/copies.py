@@ -32,7 +32,6 @@ class LinearKind:
     """Which dimension they share."""
     exchanges: bool
     """Whether it gathers its inputs from these ranks, or adds up their outputs. Around experts others do that."""
-    sequence_parallel: bool
     returns_bias: bool
     """The caller adds the bias."""
     is_expert: bool
@@ -46,12 +45,11 @@ class LinearKind:
             split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
             group, exchanges = _shared(module.tp_group), not module.explicit_expert_comm
             own = module.skip_bias_add, module.is_expert
-            return cls(group, split, exchanges, module.sequence_parallel, *own, has_norm=False)
+            return cls(group, split, exchanges, *own, has_norm=False)
         if hasattr(module, "te_return_bias"):  # megatron's classes of Transformer Engine; there may be none to import
             split = "rows" if module.parallel_mode == "row" else "columns"
-            own = module.sequence_parallel, module.te_return_bias
-            has_norm = hasattr(module, "layer_norm_weight")
-            return cls(_shared(module.tp_group), split, True, *own, is_expert=False, has_norm=has_norm)
+            group, has_norm = _shared(module.tp_group), hasattr(module, "layer_norm_weight")
+            return cls(group, split, True, module.te_return_bias, is_expert=False, has_norm=has_norm)
         return None
 
     def normed(self, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -159,7 +157,7 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         """What a column-parallel layer's ranks all need; the gradients of their parts are added up."""
         if self._exchanging is None or self.split == "rows":
             return x
-        if self.kind.sequence_parallel:
+        if self.module.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self._exchanging)
         return copy_to_tensor_model_parallel_region(x, group=self._exchanging)
 
@@ -176,7 +174,7 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         if self._exchanging is None or self.split == "columns":
             return product
         product = product.contiguous()
-        if self.kind.sequence_parallel:
+        if self.module.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(product, group=self._exchanging)
         return reduce_from_tensor_model_parallel_region(product, group=self._exchanging)
 
