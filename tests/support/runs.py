@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import Fork, environment_forks, fork_environment_servers
+from tests.support.forks import Fork
 from tests.support.ranks import free_port, rank_environment
 
 TINY: dict[str, Any] = {
@@ -74,22 +73,19 @@ def run_many(
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps([list(argv) for argv in commands]))
-        connection, servers = environment_forks(largest_file)
-        argv = ["-m", "tests.support.runs", str(job), str(connection.fileno())]
+        argv = ["-m", "tests.support.runs", str(job)]
         started = []
         for rank in range(ranks):
             with (Path(folder) / f"start.{rank}.log").open("wb") as log:
                 environment = rank_environment(rank, ranks, 0)
-                given = [connection.fileno()] if rank == 0 else []
-                started.append(Fork(argv, environment, log, log, rank, largest_file=largest_file, pass_fds=given))
-        connection.close()
+                started.append(Fork(argv, environment, log, log, rank, largest_file=largest_file))
         try:
             for process in started:
                 process.wait(timeout)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"the runs hang:\n{_written(folder)}") from error
         finally:
-            for process in [*started, servers]:
+            for process in started:
                 process.kill()
                 process.wait()
         return [_outcome(Path(folder), index, ranks) for index in range(len(commands))]
@@ -147,8 +143,6 @@ def _main(job: Path) -> None:
     # It costs a Python process: the commands share what was found in a list that they share.
     inputs.survey_list = functools.cache(inputs.survey_list)
     rank = os.environ["RANK"]
-    if rank == "0":  # which has the environment servers
-        fork_environment_servers(socket.socket(fileno=int(sys.argv[2])))
     for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
             os.dup2(log.fileno(), 1)

@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.forks import REPOSITORY, Fork, run_python
+from tests.support.forks import Fork, run_python
 
 TELL = (
     "import json, os, sys; print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ.get('MARK'), __name__]));"
@@ -80,40 +78,3 @@ def test_ranks_differ_in_their_hashes_and_spawned_processes_know_the_main_module
         "    child.start(); child.join(); raise SystemExit(child.exitcode)\n"
     )
     assert run_python("-m", "spawns", cwd=tmp_path).returncode == 7
-
-
-RUN = """
-import asyncio, os, psutil
-from tests.support.forks import environment_forks, fork_environment_servers
-from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.environments.loading import survey_list
-from megatron_rl.environments.process import EnvironmentServerProcess
-from megatron_rl.types import Transcript
-
-fork_environment_servers(environment_forks()[0])
-print([found.name for found in survey_list("list.yaml", 60.0)])
-process = EnvironmentServerProcess("list.yaml", "logs").__enter__()
-client = EnvironmentClient(process.address_file)
-print([served.name for served in client.environments()])
-task = client.fetch_tasks("arithmetic", "train")[0]
-print(asyncio.run(client.grade("arithmetic", [(task, Transcript("no sum", "stop", 3))]))[0].reward)
-print("tests.support.forks" in psutil.Process(process.pid).cmdline(), process.pid, flush=True)
-"""
-ENDS = {"its own": "process.__exit__()", "a kill": "os.kill(os.getpid(), 9)"}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_environment_servers_are_forks_that_answer_and_end_with_their_parent(tmp_path: Path, end: str) -> None:
-    (tmp_path / "list.yaml").write_text("- environment: arithmetic\n")
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    ended = run_python("-c", RUN + ENDS[end], cwd=tmp_path, env=environment)
-    assert ended.returncode == (0 if end == "its own" else -9), ended.stderr
-    surveyed, served, graded, last = ended.stdout.splitlines()
-    assert surveyed == served == "['arithmetic']"
-    assert graded == "0.0"
-    is_fork, pid = last.split()
-    assert is_fork == "True"
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.pid_exists(int(pid))
