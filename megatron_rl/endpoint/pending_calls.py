@@ -280,7 +280,7 @@ class PendingCalls:
 def _read(pending: PendingCall, completion: Completion) -> Choice:
     choice = pending.reader.choice(completion)
     if pending.session.id is not None:
-        pending.session.add_answer(pending.call.number, choice.message, completion)
+        pending.session.add_answer(pending.call.number, choice.message, completion, pending.call.stop)
     return choice
 
 

@@ -1,6 +1,7 @@
 """Requests to `/v1/chat/completions` and `/v1/completions`, checked: what is not supported is refused by name.
 
-A field that would change the answer is refused, and so is an unknown one. Messages come in one form:
+A field that would change the answer is refused, and so is an unknown one. Of a message, what no template reads is
+ignored: clients send back all they have of an answer. Messages come in one form:
 
     {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}]}
     ──► {"role": "user", "content": "2 + 3?"}
@@ -29,8 +30,6 @@ IGNORED = frozenset({
     "prediction",
 })  # fmt: skip
 """Fields that change no answer."""
-IGNORED_IN_MESSAGES = frozenset({"refusal", "audio", "annotations", "function_call"})
-"""What clients send back of an answer, and no template reads."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
@@ -230,8 +229,6 @@ def _message(value: dict[str, Any], path: str) -> Message:
     name = fields.get("name", str)
     if name is not None:
         message["name"] = name
-    for unknown in sorted(fields.unread - IGNORED_IN_MESSAGES):
-        refuse(path + unknown, "is no field of a message that is known here; leave it out", "unknown_parameter")
     return message
 
 

@@ -2,6 +2,7 @@
 
 An OpenAI client sends the whole history with every call. Tokens that were sampled must not be made of text a second
 time: other tokens may come of it. So the history is looked for among the answered calls, and only the rest is encoded.
+Answers may come back without white space around them, and with a stop string of their call behind them.
 
     call 0   system, user                          root: encoded whole
     call 1   system, user, ANSWER 0, tool          goes on from call 0: the tool's message is encoded
@@ -83,6 +84,8 @@ class Session:
         """By number of the call, in the order asked."""
         self._histories: dict[bytes, list[int]] = {}
         """Fingerprint of messages up to and with an answer -> the calls that gave it."""
+        self._with_stop: dict[bytes, blake2b] = {}
+        """The same with a stop string behind the answer -> the fingerprint without it."""
         self._branches: dict[bytes, set[int]] = {}
         """Fingerprint of a prompt -> the branches of its calls."""
         self._known_messages: set[str] = set()
@@ -107,7 +110,9 @@ class Session:
         texts = [_canonical(message) for message in messages]
         history, answered, num_known = blake2b(_sorted(list(tools)).encode(), digest_size=16), [], 0
         for count, text in enumerate(texts, start=1):
-            history.update(_SEPARATOR + text.encode())
+            history = _followed(history, text)
+            if history.digest() not in self._histories:
+                history = self._with_stop.get(history.digest(), history)
             if found := self._histories.get(history.digest()):
                 answered, num_known = found, count
 
@@ -202,18 +207,23 @@ class Session:
 
     # -- its answer ------------------------------------------------------------------------------
 
-    def add_answer(self, number: int, message: Message, completion: Completion) -> None:
-        """Keep what was sampled, and the assistant's message that the caller gets, of a text prompt its content."""
+    def add_answer(self, number: int, message: Message, completion: Completion, stop: Sequence[str] = ()) -> None:
+        """Keep what was sampled, and the assistant's message that the caller gets, of a text prompt its content.
+
+        ``stop``: the caller's own strings. Some callers write one behind the answer, whether it ended there or not.
+        """
         node = self._nodes[number]
         node.completion = completion
         if isinstance(node.prompt, str):
             whole = self._tokenizer.decode(completion.token_ids)
             node.texts = tuple(node.prompt + text for text in dict.fromkeys((message["content"], whole)))
         elif node.prompt is not None:
-            text, history = _canonical(message), node.prompt.copy()
-            history.update(_SEPARATOR + text.encode())
+            content = message["content"] or ""
+            own, *others = [_canonical({**message, "content": content + end}) for end in ("", *stop)]
+            history = _followed(node.prompt, own)
             self._histories.setdefault(history.digest(), []).append(number)
-            self._known_messages.add(text)
+            self._with_stop |= {_followed(node.prompt, text).digest(): history for text in others if text != own}
+            self._known_messages |= {own, *others}
 
     def _has_ended(self, number: int) -> bool:
         """By an end token, not by a limit or a stop string."""
@@ -231,13 +241,19 @@ class Session:
         return tuple(token for part in reversed(parts) for token in part)
 
 
+def _followed(prompt: blake2b, text: str) -> blake2b:
+    history = prompt.copy()
+    history.update(_SEPARATOR + text.encode())
+    return history
+
+
 def _canonical(message: Message) -> str:
     """JSON that is equal for a message and what a client makes of it: one without a value for what it sent without."""
     content = message.get("content") or ""
     if message["role"] != "assistant":
         return _sorted({name: value for name, value in message.items() if value is not None} | {"content": content})
     calls = [_canonical_call(call["function"]) for call in message.get("tool_calls") or ()]
-    return _sorted({"role": "assistant", "content": content, "tool_calls": calls})
+    return _sorted({"role": "assistant", "content": content.strip(), "tool_calls": calls})
 
 
 def _canonical_call(function: Mapping[str, Any]) -> list[Any]:

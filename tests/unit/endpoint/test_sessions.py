@@ -127,13 +127,33 @@ def test_a_turn_that_was_cut_is_closed(session: Session, tokenizer: Tokenizer) -
         said("4"),
         said("4") | {"tool_calls": None},
         said("4") | {"refusal": None, "annotations": [], "audio": None, "function_call": None},
+        said("4") | {"provider_specific_fields": {"a": 1}, "reasoning_content": "hm"},
+        said(" 4\n"),
     ],
-    ids=["as it was", "null calls", "all fields of the client"],
+    ids=["as it was", "null calls", "all fields of the client", "fields of other clients", "white space"],
 )
 def test_fields_that_clients_echo_do_not_count(session: Session, tokenizer: Tokenizer, echo: Message) -> None:
     ask_chat(session, 0, (USER,))
     session.add_answer(0, said("4"), spelled(tokenizer, "4"))
     assert ask_chat(session, 1, (USER, echo, AGAIN)).after == 0
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_stop_string_that_the_client_puts_back(session: Session, tokenizer: Tokenizer, ended: bool) -> None:
+    """smolagents' CodeAgent strips an answer and writes its closing tag behind it, whether the model had or not."""
+    answers, planned = {}, {0: ask_chat(session, 0, (USER,))}
+    answers[0] = spelled(tokenizer, "x = 4\n" if ended else "x = 4\n</code>", ended)
+    session.add_answer(0, said("x = 4\n"), answers[0], ("Observation:", "</code>"))
+    echoed = (USER, said("x = 4\n</code>"), AGAIN)
+    planned[1] = ask_chat(session, 1, echoed)
+    answers[1] = spelled(tokenizer, "Yes")
+    session.add_answer(1, said("Yes"), answers[1], ("</code>",))
+    planned[2] = ask_chat(session, 2, (USER, said("x = 4"), AGAIN, said("Yes</code>"), USER))
+    assert [p.after for p in planned.values()] == [None, 0, 1]
+    assert tokens(planned, answers, 2)[: planned[1].num_prompt_tokens] == tokens(planned, answers, 1)
+    assert ask_chat(session, 3, (USER, said("x = 5</code>"), AGAIN)).after is None
+    session.add_answer(3, said("No"), spelled(tokenizer, "No"))
+    assert session.end().edited == 1
 
 
 def test_calls_of_tools(session: Session, tokenizer: Tokenizer) -> None:
