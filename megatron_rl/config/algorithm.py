@@ -57,102 +57,100 @@ _NO_CAP = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """Groups, advantages, policy loss and corrections."""
+    """Groups, advantages, policy loss and importance-sampling corrections."""
 
     grpo_prompts_per_step: int | None = flag(
         None, ge=1, le=1_000_000, common=True, needed=("--perform-rl-step samples that many prompts", "64")
     )
-    """Prompts of a rollout (Megatron's default: 32)."""
+    """Prompts per step, e.g. 64 (Megatron's default: 32)."""
     grpo_group_size: int | None = flag(
         None, ge=1, le=100_000, common=True, needed=("--perform-rl-step compares completions within a group", "16")
     )
-    """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
+    """Completions per prompt (TRL's num_generations), e.g. 16 (Megatron's default: 2)."""
     grpo_iterations: int = flag(1, ge=1, le=1000)
     """Passes over each rollout (Megatron's default: 2)."""
     grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1, derived=_of_loss("clamp_eps_lower"))
-    """The probability ratio is clipped at 1 - this; 1 leaves that side open (Megatron's default: 0.01).
-
-    Without it what the policy loss states: clip and clip_cov 0.2, cispo 1, gspo 3e-4; kl_cov and sapo have none.
-    """
+    """Clip range: the probability ratio is clipped at 1 - this, e.g. 0.2; 1 means no lower clip (Megatron's default:
+    0.01). Default of the policy loss: clip and clip_cov 0.2, cispo 1, gspo 3e-4; kl_cov and sapo do not clip."""
     grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=_of_loss("clamp_eps_upper"))
-    """The probability ratio is clipped at 1 + this (Megatron's default: 0.01).
-
-    Without it what the policy loss states: clip, clip_cov and cispo 0.2, gspo 4e-4; kl_cov and sapo have none.
-    """
+    """Clip range: the probability ratio is clipped at 1 + this, e.g. 0.28 (Megatron's default: 0.01). Default of the
+    policy loss: clip, clip_cov and cispo 0.2, gspo 4e-4; kl_cov and sapo do not clip."""
     grpo_kl_beta: float = flag(0.0, ge=0, le=1000)
-    """Weight of the KL term; 0 also saves the reference pass (Megatron's default: 0.001)."""
+    """Coefficient of the KL penalty, e.g. 0.001; 0 also saves the reference model's forward pass (Megatron's default:
+    0.001)."""
     grpo_entropy_term_weight: float = flag(0.0, ge=-100, le=100)
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     rl_advantage: str = flag("grpo", names_of=ADVANTAGES)
-    """How advantages are estimated: against the group, the whole step, or a critic."""
+    """Advantage estimator: relative to the group, to the whole step, or to a critic (gae). A name or file.py:NAME."""
     rl_advantage_args: tuple[str, ...] = flag(())
-    """Options of the advantage, name=value."""
+    """Options of the advantage estimator, name=value."""
     rl_gamma: float | None = flag(None, ge=0, le=1)
-    """GAE gamma: discount of a reward for each token before it (default 1)."""
+    """Discount factor of GAE, per token (default 1)."""
     rl_gae_lambda: float | None = flag(None, ge=0, le=1)
     """GAE lambda: 0 uses only the critic's values, 1 only observed rewards (default 1)."""
     rl_policy_loss: str = flag("clip", names_of=LOSSES)
-    """Policy loss."""
+    """Policy loss: a name or file.py:NAME."""
     rl_policy_loss_args: tuple[str, ...] = flag(())
     """Options of the policy loss, name=value."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
-    """Estimator of the KL to the reference."""
+    """Estimator of the KL to the reference model."""
     rl_correction: str | None = flag(None, names_of=CORRECTIONS, derived=_correction)
-    """Correction of the mismatch between rollout and trainer log-probs: names joined by +.
-
-    Without it token_tis where rollouts are quantised, partial or kept (--rl-surplus keep), else none.
-    """
+    """Importance-sampling correction of the rollout-trainer mismatch, e.g. token_tis; several are joined by +. Default:
+    token_tis if rollouts are quantized, partial or kept (--rl-surplus keep), else none."""
     rl_correction_args: tuple[str, ...] = flag(())
     """Options of the corrections, name=value."""
     rl_inference_logprobs_is_correction: bool = flag(False)
-    """Megatron's spelling of --rl-correction token_tis; without a coefficient no weight is capped."""
+    """Megatron's flag for --rl-correction token_tis; without a coefficient, weights are not capped."""
     rl_correction_cap: float | None = flag(
         None, gt=0, aliases=("--rl-importance-sampling-truncation-coef",),
         derived=lambda config, _: _NO_CAP if config.algorithm.rl_inference_logprobs_is_correction else None,
     )
-    """Largest weight that token_tis and sequence_tis give (by default 2)."""
+    """Largest importance weight of token_tis and sequence_tis (default 2)."""
     rl_correction_lower: float | None = flag(None, ge=0, lt=1)
-    """Smallest ratio trainer / rollout that masked_is (default 0.5) and geometric (0.99) accept."""
+    """Smallest ratio of trainer to rollout probability that masked_is (default 0.5) and geometric (default 0.99)
+    accept."""
     rl_correction_upper: float | None = flag(None, gt=1)
-    """Largest ratio trainer / rollout that masked_is (default 2) and geometric (1.01) accept."""
+    """Largest ratio of trainer to rollout probability that masked_is (default 2) and geometric (default 1.01)
+    accept."""
     rl_correction_veto: float | None = flag(None, ge=1e-8, lt=1)
-    """veto rejects a sequence in which one token's ratio trainer / rollout is smaller (default 1e-4)."""
+    """Threshold of veto: reject a sequence in which one token's ratio of trainer to rollout probability is smaller
+    (default 1e-4)."""
     rl_dual_clip: float | None = flag(None, gt=1)
-    """Dual clip (Ye et al., 2020): caps the loss of negative advantages at this multiple, e.g. 3. Off by default."""
+    """Dual clip (Ye et al., 2020): caps the loss of negative advantages at this multiple, e.g. 3. Default: off."""
     rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None, derived=_aggregation)
-    """Denominator of the loss over the global batch.
-
-    Without it what the policy loss states: gspo and sapo sequence-mean, the others token-mean.
-    """
+    """Denominator of the loss over the global batch. Default of the policy loss: sequence-mean for gspo and sapo,
+    token-mean for the others."""
     calculate_per_token_loss: bool = flag(False)
-    """Megatron's spelling of --rl-loss-aggregation token-mean."""
+    """Megatron's flag for --rl-loss-aggregation token-mean."""
     rl_keep_zero_variance_groups: bool = flag(False)
-    """Keep groups of equal rewards instead of dropping them. Where the advantage compares with the whole step, groups
-    are dropped only if all rewards of the step are equal."""
+    """Keep zero-variance groups (all rewards equal) in the loss. By default they are dropped. With an advantage
+    relative to the whole step, they are dropped only if all rewards of the step are equal."""
     rl_truncated: Literal["keep", "mask"] = flag("keep")
-    """Answers cut at the length limit: mask leaves them out of the loss, not of the baseline (DAPO's overlong
-    filtering)."""
+    """Completions cut at the length limit: keep them, or mask them out of the loss but not out of the baseline (DAPO's
+    overlong filtering)."""
     rl_dynamic_sampling: bool = flag(False)
-    """Draw prompts until --grpo-prompts-per-step groups pass the filter (DAPO)."""
+    """Dynamic sampling (DAPO): sample prompts until --grpo-prompts-per-step groups pass the filter."""
     rl_group_filter: str = flag("signal", names_of=FILTERS)
-    """Which groups count for dynamic sampling."""
+    """Filter of dynamic sampling: which groups to train on. signal keeps groups whose rewards differ. A name or
+    file.py:NAME."""
     rl_group_filter_args: tuple[str, ...] = flag(())
     """Options of the filter, name=value."""
     rl_oversampling: int | None = flag(None, ge=1, le=1_000_000, derived=_prompts_in_flight)
-    """Prompts in flight at once with --rl-dynamic-sampling (default --grpo-prompts-per-step) or --rl-partial-rollouts
-    (default twice that)."""
+    """Prompts in flight at once with --rl-dynamic-sampling (default: --grpo-prompts-per-step) or --rl-partial-rollouts
+    (default: twice that)."""
     rl_max_refills: int = flag(10, ge=0, le=10_000)
-    """Most times that a step of --rl-dynamic-sampling draws again; then it trains on the groups that there are."""
+    """Most resampling rounds per step of --rl-dynamic-sampling; then the step trains on the groups it has."""
     rl_surplus: Literal["drop", "keep"] = flag("drop")
-    """What to do with extra groups that dynamic sampling produced: drop them, or keep them for later steps, until they
-    are older than --rl-generation-lag. Prompts of dropped groups are sampled again."""
+    """What to do with extra groups of dynamic sampling: drop them and sample their prompts again later, or keep them
+    for later steps, up to a staleness of --rl-generation-lag."""
     rl_partial_rollouts: bool = flag(False)
-    """Train as soon as --grpo-prompts-per-step groups are finished; the others continue with the newer weights."""
+    """Train as soon as --grpo-prompts-per-step groups are finished. The others continue with the newer weights."""
     rl_generation_lag: float | None = flag(None, ge=-1, le=1000, derived=_largest_staleness)
-    """Largest staleness of a sample in steps (default 3 with --rl-partial-rollouts, 1 with --rl-surplus keep, else 0);
-    rounded down."""
+    """Largest staleness of a sample in steps; rounded down (default: 3 with --rl-partial-rollouts, 1 with --rl-surplus
+    keep, else 0)."""
     rl_stale_samples: Literal["finish", "drop"] = flag("finish")
-    """Partial groups that reach --rl-generation-lag: finish them first, or drop them, which prefers short answers."""
+    """Partial groups that reach --rl-generation-lag: finish them first, or drop them, which favors short
+    completions."""
 
     @property
     def has_stale_samples(self) -> bool:

@@ -1,4 +1,4 @@
-"""Flags of a Megatron command line that are accepted and have no effect: each with the reason, told when it is used.
+"""Flags of a Megatron command line that are accepted and have no effect: each with the reason, printed when it is used.
 
 Those of RL are all of Megatron-LM's `RLConfig` of November 2026 that have no effect here.
 """
@@ -23,12 +23,12 @@ _NOT_FUSED = "layers run without this fused kernel in this version"
 
 @dataclass(frozen=True, kw_only=True)
 class CompatibilityConfig:
-    """Megatron's flags that are accepted and have no effect, and why."""
+    """Megatron flags that are accepted without effect, and why."""
 
     use_mcore_models: bool = flag(False, note="models are always built from megatron-core")
     use_rotary_position_embeddings: bool = flag(False, note="see --position-embedding-type, whose default is rotary")
     use_flash_attn: bool = flag(False, note="see --attention-backend, which takes torch's flash where it runs")
-    attention_softmax_in_fp32: bool = flag(False, note="every attention kernel here adds up its softmax in fp32")
+    attention_softmax_in_fp32: bool = flag(False, note="every attention kernel computes its softmax in fp32")
     masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion", note=_NOT_FUSED)
     bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion", note=_NOT_FUSED)
     bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", note="a SwiGLU in training is always fused")
@@ -77,13 +77,13 @@ class CompatibilityConfig:
         "persist", note="training takes the cache's memory where it needs it"
     )
     rl_inference_tensor_model_parallel_size: int | None = flag(None, ge=1)
-    """Rollouts run in place: only the size of the training's layout is built."""
+    """Must equal the size in training: rollouts use the same layout."""
     rl_inference_pipeline_model_parallel_size: int | None = flag(None, ge=1)
-    """Only the size of the training's layout is built."""
+    """Must equal the size in training: rollouts use the same layout."""
     rl_inference_expert_model_parallel_size: int | None = flag(None, ge=1)
-    """Only the size of the training's layout is built."""
+    """Must equal the size in training: rollouts use the same layout."""
     rl_inference_expert_tensor_model_parallel_size: int | None = flag(None, ge=1)
-    """Only the size of the training's layout is built."""
+    """Must equal the size in training: rollouts use the same layout."""
     rl_inference_model_unified_memory_level: Literal[0, 1] = flag(0, note=_ONE_MODEL)
     rl_offload_inference_model_weights: bool = flag(
         False, aliases=("--rl-offload-inference-model-weights-when-idle",), note=_ONE_MODEL

@@ -32,85 +32,85 @@ def _kv_channels(config: RLConfig, _: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture, in Megatron's words."""
+    """Model architecture, with Megatron's flag names."""
 
     hf_config: str | None = flag(None, path=True)
-    """Directory with a Hugging Face config.json, or name on the hub: the model's shape, instead of the flags below. See
+    """Take the model's shape, not its weights, from a Hugging Face directory with config.json or a name on the hub. See
     --load-hf."""
     num_layers: int | None = flag(None, ge=1, le=MOST_LAYERS, common=True, needed=(_SHAPE, "28"))
     """Number of transformer layers."""
     hidden_size: int | None = flag(None, ge=1, le=1_000_000, common=True, needed=(_SHAPE, "1536"))
     """Width of the residual stream."""
     ffn_hidden_size: int | None = flag(None, ge=1, le=10_000_000, derived=_ffn_hidden_size, source="--hidden-size")
-    """Width of the MLP. Without it 4 x hidden-size, or with --swiglu 8/3 x hidden-size in steps of 64."""
+    """Width of the MLP. Default: 4 x hidden-size, or with --swiglu 8/3 x hidden-size, rounded to a multiple of 64."""
     num_attention_heads: int | None = flag(None, ge=1, le=65_536, common=True, needed=(_SHAPE, "12"))
     """Number of query heads."""
     group_query_attention: bool = flag(False)
-    """Share key and value heads among query heads; --num-query-groups says how many there are."""
+    """Use grouped-query attention, with --num-query-groups key and value heads."""
     num_query_groups: int | None = flag(
         None, ge=1, le=65_536,
         derived=lambda config, _: 1 if config.model.group_query_attention else config.model.num_attention_heads,
     )
-    """Key and value heads. Without it 1 under --group-query-attention, else --num-attention-heads."""
+    """Number of key and value heads. Default: 1 with --group-query-attention, else --num-attention-heads."""
     kv_channels: int | None = flag(
         None, ge=1, le=65_536, derived=_kv_channels, source="--hidden-size / --num-attention-heads"
     )
-    """Width of one head. Without it hidden-size / num-attention-heads."""
+    """Width of one attention head. Default: hidden-size / num-attention-heads."""
     max_position_embeddings: int | None = flag(None, ge=1, derived=lambda config, _: config.training.seq_length)
-    """Longest sequence the model may see. Without it --seq-length."""
+    """Longest sequence that the model accepts, in tokens. Default: --seq-length."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = flag(
         "rope", only="the rollout engine rotates queries and keys"
     )
-    """How positions are encoded; only rope is built (Megatron's default: learned_absolute)."""
+    """Position embedding; only rope is supported (Megatron's default: learned_absolute)."""
     rotary_base: int = flag(10000, ge=1, le=10**12)
-    """Base of the rotary frequencies."""
+    """RoPE base frequency (theta), e.g. 1000000 for Qwen2.5."""
     rotary_percent: float = flag(1.0, gt=0, le=1)
-    """Share of each head that is rotated."""
+    """Fraction of each head that RoPE rotates."""
     use_rope_scaling: bool = flag(False)
-    """Scale low rotary frequencies as Llama 3.1 does."""
+    """Scale RoPE frequencies as Llama 3.1 does."""
     rope_scaling_factor: float = flag(8.0, ge=1, le=10_000)
-    """By how much, with --use-rope-scaling: 8 in Llama 3.1, 32 in Llama 3.2."""
+    """Factor of --use-rope-scaling: 8 for Llama 3.1, 32 for Llama 3.2."""
     normalization: Literal["RMSNorm", "LayerNorm"] = flag("RMSNorm")
-    """Normalisation layer (Megatron's default: LayerNorm)."""
+    """Normalization layer (Megatron's default: LayerNorm)."""
     norm_epsilon: float = flag(1e-5, gt=0, le=1)
-    """Added to the variance in the normalisation."""
+    """Epsilon of the normalization layers."""
     swiglu: bool = flag(False)
-    """Gated SiLU in the MLP instead of GELU."""
+    """Use SwiGLU instead of GELU in the MLP."""
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Biases of linear layers."""
     add_qkv_bias: bool = flag(False)
-    """Give the query, key and value projection a bias, also under --disable-bias-linear."""
+    """Give the QKV projection a bias, even with --disable-bias-linear (Qwen2.5)."""
     qk_layernorm: bool = flag(False)
-    """Normalise queries and keys per head."""
+    """Normalize queries and keys per head (Qwen3)."""
     num_experts: int | None = flag(None, ge=2, le=2048)
-    """Routed experts in place of the MLP of every layer; without it layers are dense."""
+    """Number of routed experts in each layer, e.g. 128. Default: dense layers."""
     moe_ffn_hidden_size: int | None = flag(
         None, ge=1, le=10_000_000, source="--ffn-hidden-size",
         derived=lambda config, _: config.model.num_experts and config.model.ffn_hidden_size,
     )
-    """Width of one expert. Without it --ffn-hidden-size."""
+    """Width of one expert. Default: --ffn-hidden-size."""
     moe_router_topk: int = flag(2, ge=1)
-    """Experts that each token is sent to."""
+    """Number of experts that each token is routed to."""
     moe_router_pre_softmax: bool = flag(False)
-    """Weight experts by their share among all of them, not among those chosen."""
+    """Apply the softmax over all experts before top-k, not over the chosen ones after it."""
     moe_grouped_gemm: bool | None = flag(
         None, derived=lambda config, _: config.model.num_experts is not None and not [*_grouped_problems(config)]
     )
-    """A layer's experts are one product, not one each. Without it they are where widths are whole 16 bytes."""
+    """Compute all experts of a layer in one grouped GEMM. Default: on where the widths are multiples of 16 bytes."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = flag("none")
-    """Loss that keeps experts equally busy, within each micro-batch or sequence (Megatron's default: aux_loss)."""
+    """Load-balancing loss, computed per micro-batch or per sequence (Megatron's default: aux_loss)."""
     moe_aux_loss_coeff: float = flag(0.0, ge=0, le=1000)
-    """Weight of that loss beside the policy's."""
+    """Coefficient of the load-balancing loss, e.g. 0.001."""
     moe_z_loss_coeff: float | None = flag(None, gt=0, le=1000)
-    """Weight of the mean squared log-sum-exp of the router's logits, which keeps them small."""
+    """Coefficient of the router z-loss, e.g. 0.001. It keeps router logits small."""
     untie_embeddings_and_output_weights: bool = flag(False)
-    """Give the output head its own weight instead of the embedding's."""
+    """Give the output layer its own weight instead of sharing the embedding's."""
     init_method_std: float = flag(0.02, gt=0, le=100)
-    """Standard deviation of freshly initialised weights."""
+    """Standard deviation of the weight initialization."""
     embedding_init_method_std: float | None = flag(
         None, gt=0, le=100, derived=lambda config, _: config.model.init_method_std
     )
-    """The same for the embedding. Without it --init-method-std."""
+    """Standard deviation of the embedding's initialization. Default: --init-method-std."""
     attention_dropout: float = flag(0.0, ge=0, lt=1, only="the attention kernels have none")
     """Dropout of attention weights; must be 0 (Megatron's default: 0.1)."""
     hidden_dropout: float = flag(0.0, ge=0, lt=1)
@@ -127,23 +127,22 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """The tokenizer and the size of the vocabulary."""
+    """Tokenizer, chat template and vocabulary size."""
 
     tokenizer_type: Literal["HuggingFaceTokenizer"] = flag("HuggingFaceTokenizer")
-    """Kind of tokenizer."""
+    """Tokenizer implementation."""
     tokenizer_model: str | None = flag(None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B"))
-    """Tokenizer: a directory, or a name on the Hugging Face hub."""
+    """Tokenizer: a directory or a name on the Hugging Face hub."""
     chat_template: str | None = flag(None, path=True)
-    """File with a Jinja chat template for prompts that are chats. Without it the tokenizer's own."""
+    """File with a Jinja chat template. Default: the tokenizer's own."""
     chat_template_kwargs: str | None = flag(None)
-    """Variables for the chat template as a JSON object, for example '{"enable_thinking": false}'."""
+    """Variables for the chat template as a JSON object, e.g. '{"enable_thinking": false}'."""
     system_prompt: str | None = flag(None)
-    """System message of chats that have none of their own."""
+    """System message for chats that have none."""
     rl_tool_call_parser: str = flag("auto", names_of=PARSERS)
-    """What reads the model's calls of tools: auto, which goes by the words of the chat template, a name, or
-    file.py:PARSER."""
+    """Parser of the model's tool calls: auto (recognized from the chat template), a name, or file.py:PARSER."""
     vocab_size: int | None = flag(None, ge=1, le=100_000_000)
-    """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""
+    """Rows of the embedding before padding, if the model has more than the tokenizer has tokens."""
     make_vocab_size_divisible_by: int = flag(128, ge=1, le=1_000_000)
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
 
@@ -250,27 +249,27 @@ def _grouped_problems(config: RLConfig) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """What layers of some families have beyond Llama's, in Megatron's words; a config.json fills it in."""
+    """Layer options of some model families (Gemma 3, Mistral, ...); --load-hf sets them from config.json."""
 
     window_size: int | None = flag(None, ge=1)
-    """Sliding-window attention: each token attends to this many tokens, itself included, for example 512."""
+    """Sliding-window attention: a token attends to this many tokens including itself, e.g. 512."""
     window_attn_skip_freq: int | None = flag(None, ge=2)
-    """Every this many layers one attends to all tokens in spite of --window-size, for example 6."""
+    """Every this many layers, one layer uses full attention despite --window-size, e.g. 6."""
     softmax_scale: float | None = flag(None, gt=0, le=100)
-    """Factor of the attention scores, for example 0.0625. Without it 1 / sqrt(--kv-channels)."""
+    """Scale of the attention scores, e.g. 0.0625. Default: 1 / sqrt(kv-channels)."""
     rotary_base_local: int | None = flag(None, ge=1, le=10**12)
-    """Base of the rotary frequencies in layers with a window, for example 10000. Without it --rotary-base."""
+    """RoPE base frequency of sliding-window layers, e.g. 10000. Default: --rotary-base."""
     rotary_seq_len_interpolation_factor: float | None = flag(None, ge=1, le=10_000)
-    """Divide positions by this factor before they are turned into rotary angles, for example 8. Layers with a window
-    and --rotary-base-local keep theirs."""
+    """Divide positions by this factor before RoPE, e.g. 8. Sliding-window layers with --rotary-base-local are not
+    scaled."""
     geglu: bool = flag(False)
-    """Gated GELU (its tanh approximation) in the MLP."""
+    """Use gated GELU (tanh approximation) in the MLP."""
     apply_layernorm_1p: bool = flag(False)
-    """Norms store their weight less 1."""
+    """Normalization weights are stored minus 1 (Gemma)."""
     sandwich_norm: bool = flag(False)
-    """Normalise the outputs of attention and MLP, too, before they are added to the residual stream."""
+    """Also normalize the outputs of attention and MLP before the residual addition (Gemma)."""
     scale_embedding: bool = flag(False)
-    """Multiply embeddings by sqrt(--hidden-size)."""
+    """Multiply embeddings by sqrt(hidden-size) (Gemma)."""
 
 
 def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:

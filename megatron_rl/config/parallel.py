@@ -25,77 +25,82 @@ def _virtual_stages(config: RLConfig, _: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the parallel groups and their communication."""
+    """Parallelism and communication."""
 
     tensor_model_parallel_size: int = flag(1, ge=1, common=True)
-    """Ranks that share each layer."""
+    """Tensor parallelism (TP): ranks that each layer is split over."""
     pipeline_model_parallel_size: int = flag(1, ge=1)
-    """Ranks that share the stack of layers, a stage each, in training and in rollouts."""
+    """Pipeline parallelism (PP): stages that the layers are split into, for training and rollouts."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, ge=1, source="--num-layers-per-virtual-pipeline-stage", derived=_virtual_stages
     )
-    """Chunks that the layers of a stage are cut into, for a shorter start and end of the pipeline (interleaved)."""
+    """Interleaved pipeline: chunks of layers per rank, e.g. 2. A shorter pipeline bubble for more communication."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, ge=1)
-    """The same by the layers of a chunk."""
+    """Interleaved pipeline, given as layers per chunk."""
     decoder_first_pipeline_num_layers: int | None = flag(None, ge=1)
-    """Layers of the first stage, which has the embedding too; the other stages share the rest evenly."""
+    """Layers of the first stage, which also holds the embedding. The other stages share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = flag(None, ge=1)
-    """Layers of the last stage, which has the output head too."""
+    """Layers of the last stage, which also holds the output layer."""
     context_parallel_size: int = flag(1, ge=1)
-    """Ranks that share each training sequence, for long ones; in rollouts they are replicas."""
+    """Context parallelism (CP): ranks that each training sequence is split over. In rollouts they act as replicas."""
     expert_model_parallel_size: int = flag(1, ge=1)
-    """Ranks that share the experts of each layer, equally many each, in training and in rollouts."""
+    """Expert parallelism (EP): ranks that the experts of each layer are split over, for training and rollouts."""
     expert_tensor_parallel_size: int | None = flag(
         None, ge=1, source="--tensor-model-parallel-size",
         derived=lambda config, _: config.parallel.tensor_model_parallel_size,
     )
-    """Ranks that cut each of their experts. Without it --tensor-model-parallel-size."""
+    """Ranks that each expert is split over. Default: --tensor-model-parallel-size."""
     sequence_parallel: bool = flag(False)
-    """Spread norms and dropout over the tensor-parallel ranks; off, with a note, without such ranks."""
+    """Sequence parallelism: split norms and dropout over the tensor-parallel ranks. Ignored, with a note, if there is
+    one rank."""
     use_distributed_optimizer: bool = flag(False)
-    """Spread the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = flag(False)
-    """Reduce gradients while the backward pass goes on."""
+    """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False)
-    """Gather updated parameters while the forward pass goes on."""
+    """Overlap the gathering of updated parameters with the forward pass."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
-    """Communication library; auto is nccl on GPUs and gloo on the CPU."""
+    """Communication backend; auto is nccl on GPUs and gloo on the CPU."""
     distributed_timeout_minutes: int = flag(10, ge=1, le=100_000)
-    """A rank that waits longer than this for others, or for anything else, says where, and the job ends."""
+    """End the job, with the line that waited, if a rank waits longer than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Implementations, fusions and activation recomputation."""
+    """Kernels, CUDA graphs and activation recomputation."""
 
     transformer_impl: Literal["local", "transformer_engine"] = flag("local")
-    """Where layers come from (Megatron's default: transformer_engine)."""
+    """Implementation of the transformer layers (Megatron's default: transformer_engine)."""
     attention_backend: Literal[
         "auto", "sdpa", "flash", "varlen", "triton_paged", "paged", "fused", "unfused", "local"
     ] = flag("auto")
-    """Attention kernel; auto takes the fastest. Megatron's flash is varlen; fused, unfused and local are refused."""
+    """Attention kernel; auto picks the fastest that runs. Megatron's flash means varlen; fused, unfused and local are
+    refused."""
     rl_fused_output_layer: bool = flag(False)
-    """Train without the logits of a micro-batch in memory, at the cost of one more product of the output layer."""
+    """Compute log-probs from hidden states in chunks, without holding a micro-batch's logits. Saves memory and costs
+    one more GEMM of the output layer."""
     enable_cuda_graph: bool = flag(False)
-    """Capture the decode step of rollouts; eager on a CPU, and with experts in a loop."""
+    """Capture the decode step of rollouts in CUDA graphs. No effect on a CPU or when experts are computed in a loop."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")
-    """Megatron's newer spelling: local is --enable-cuda-graph. Graphs of Transformer Engine's layers are not built."""
+    """Megatron's newer flag: local means --enable-cuda-graph. CUDA graphs of Transformer Engine layers are not
+    supported."""
     use_cpu_initialization: bool = flag(False)
-    """Draw weights on the CPU: the same numbers on every machine. In any case they are the same in every layout."""
+    """Initialize weights on the CPU, which gives the same numbers on every machine. They do not depend on the parallel
+    layout in any case."""
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, derived=lambda config, _: "selective" if config.kernels.recompute_activations else None
     )
-    """Recompute whole layers (full) or --recompute-modules (selective) in the backward pass."""
+    """Activation recomputation: full recomputes whole layers, selective the --recompute-modules."""
     recompute_activations: bool = flag(False)
-    """Short for --recompute-granularity selective."""
+    """Same as --recompute-granularity selective."""
     recompute_method: Literal["uniform", "block"] | None = flag(None)
-    """With full: groups of --recompute-num-layers layers (uniform), or only the first ones (block)."""
+    """With full: uniform recomputes groups of --recompute-num-layers layers, block only the first that many."""
     recompute_num_layers: int | None = flag(None, ge=1)
-    """With full: layers a group (uniform) or layers recomputed (block)."""
+    """With full: layers in a group (uniform) or layers recomputed (block), e.g. 1."""
     recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = flag(
         None, derived=lambda config, _: ("core_attn",) if config.kernels.recompute_granularity == "selective" else None
     )
-    """With selective: what is recomputed. Without it core_attn."""
+    """With selective: the modules to recompute, e.g. core_attn mlp. Default: core_attn."""
 
 
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:

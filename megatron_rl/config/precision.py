@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Formats of training; parameters are fp32 unless --bf16 is given."""
+    """Dtypes of training. Parameters are fp32 unless --bf16 is given."""
 
     bf16: bool = flag(False, common=True)
-    """Parameters and activations in bfloat16, with fp32 master weights."""
+    """Train parameters and activations in bfloat16, with fp32 main parameters."""
     fp16: bool = flag(False)
-    """Parameters in fp16: refused."""
+    """Not supported; use --bf16."""
     accumulate_allreduce_grads_in_fp32: bool = flag(
         True, off="--no-accumulate-allreduce-grads-in-fp32", off_aliases=("--grad-reduce-in-bf16",)
     )
-    """Gradients accumulated and reduced in fp32, not in the parameters' format."""
+    """Accumulate and reduce gradients in fp32 instead of the parameters' dtype."""
     dither_main_params: bool = flag(True, off="--no-dither-main-params")
-    """With --bf16 the fp32 master weights begin anywhere among the numbers that round to the weights, so that updates
-    far smaller than a step of bf16 have an effect at once."""
+    """With --bf16, start the fp32 main parameters at a random point among the numbers that round to the bf16 weights,
+    so that updates much smaller than a bf16 step take effect at once."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
     """With --fp8-recipe blockwise: the trainer's forward pass in fp8, on the rollouts' quantised weights. With
     --transformer-impl transformer_engine its layers' products, backward pass included."""
@@ -38,26 +38,29 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """Number formats of the linear layers in rollouts, and the gate that watches over them."""
+    """Quantized rollouts, and the check of the rollout-trainer mismatch."""
 
     rl_rollout_quantization: str = flag("none", common=True, names_of=RECIPES)
-    """Format of the linear layers in rollouts."""
+    """Format of the linear layers in rollouts, e.g. fp8_block."""
     rl_quantization_skip: tuple[str, ...] = flag(())
-    """Linear layers that stay unquantised: patterns such as layers.0.* or *.linear_fc2, first:N, last:N."""
+    """Linear layers to leave unquantized: patterns such as layers.0.* or *.linear_fc2, first:N, last:N. Example:
+    first:1 last:1."""
     rl_kv_cache_dtype: Literal["auto", "bf16", "fp8"] = flag("auto")
-    """Numbers of the KV cache in rollouts: the model's (auto), bf16, or E4M3 with a scale a layer and KV head."""
+    """Dtype of the KV cache in rollouts: the model's (auto), bf16, or fp8 (E4M3 with one scale per layer and KV
+    head)."""
     rl_train_forward: Literal["plain", "quantized"] = flag("plain")
-    """quantized: the trainer's forward pass uses the rollouts' quantised weights and activations too."""
+    """With quantized, the trainer's forward pass uses the rollouts' quantized weights and activations too."""
     rl_evaluate_unquantized: bool = flag(False)
-    """Held-out evaluations run the linear layers in full precision; without it in the rollouts' format."""
+    """Run evaluations without quantization. By default they use the rollouts' format."""
     rl_mismatch_action: Literal["warn", "stop", "fallback"] = flag("warn")
-    """When rollout and trainer disagree too much: warn, stop, or roll out again in the next safer format."""
+    """What to do when the rollout-trainer mismatch is too large: warn, stop, or fallback, which repeats the rollout in
+    the next safer format."""
     rl_mismatch_max_kl: float = flag(0.02, gt=0)
-    """Largest k3 estimate of the KL of rollout and trainer, in nats a token."""
+    """Largest KL between rollout and trainer (k3 estimate), in nats per token."""
     rl_mismatch_max_gap: float = flag(0.15, gt=0)
-    """Largest mean difference of rollout and trainer log-probs, in nats a token."""
+    """Largest mean difference of rollout and trainer log-probs, in nats per token."""
     rl_mismatch_interval: int = flag(0, ge=0)
-    """Steps between two full parity checks; 0 is only before the first update of a launch."""
+    """Steps between two full mismatch checks; 0 checks only before the first update of a launch."""
 
 
 def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:

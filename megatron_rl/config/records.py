@@ -29,75 +29,75 @@ def _in_run_dir(config: RLConfig, name: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints in and out."""
+    """Loading and saving checkpoints."""
 
     save: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "checkpoints"))
-    """Directory of this run's checkpoints. Without it run-dir/checkpoints."""
+    """Directory for this run's checkpoints. Default: checkpoints in --run-dir."""
     load: str | None = flag(None, path=True)
-    """Directory of checkpoints whose run is continued, where this run has none of its own."""
+    """Directory of checkpoints to continue from, if this run has none of its own."""
     pretrained_checkpoint: str | None = flag(None, path=True, common=True)
-    """Weights to start from where nothing is continued: a directory of checkpoints, or one of them."""
+    """Checkpoint, or directory of checkpoints, whose weights a new run starts from."""
     load_hf: str | None = flag(None, path=True, common=True)
-    """Hugging Face directory (config.json, *.safetensors), name on the hub or GGUF file to start from: sets the model's
-    shape, and its weights where nothing is continued."""
+    """Model to start from: a Hugging Face directory, a name on the hub (Qwen/Qwen2.5-0.5B-Instruct) or a GGUF file.
+    Sets the model's shape too."""
     finetune: bool = flag(False)
-    """Take only the weights from --load: no optimizer, no random state, step 0."""
+    """Take only the weights from --load: fresh optimizer and random state, step 0."""
     save_interval: int | None = flag(None, ge=1, common=True)
-    """Save every this many steps; without it only when the run stops."""
+    """Save every this many steps, e.g. 20. Default: only when the run stops."""
     ckpt_format: Literal["torch_dist", "torch"] = flag("torch_dist")
-    """Format that is written: torch_dist. Megatron's torch, one file a rank, is only read, without this flag."""
+    """Checkpoint format to write: torch_dist. Megatron's older torch format can only be read, which needs no flag."""
     async_save: bool = flag(False)
-    """Write periodic checkpoints in the background while training goes on."""
+    """Write periodic checkpoints in the background while training continues."""
     keep_best: str | None = flag(None)
-    """Save whenever this metric of an evaluation is the highest so far, and keep that checkpoint: val/NAME/pass@1."""
+    """Also save, and keep, the checkpoint with the highest value of this evaluation metric, e.g. val/gsm8k/pass@1."""
     no_load_optim: bool = flag(False)
     """Start with a fresh optimizer."""
     no_load_rng: bool = flag(False)
     """Start with a fresh random state."""
     no_save_optim: bool = flag(False)
-    """Leave the optimizer out of checkpoints: smaller, but the run cannot be continued exactly."""
+    """Leave the optimizer out of checkpoints. They are smaller, but the run cannot be resumed exactly."""
     resume: bool = flag(False, common=True)
-    """Continue from the newest valid checkpoint of this run, if there is one."""
+    """Resume from the newest valid checkpoint of this run, if there is one."""
     keep_last: int | None = flag(None, ge=1)
-    """Delete all but this many newest checkpoints; without it keep all."""
+    """Keep only this many newest checkpoints, e.g. 3. Default: keep all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """The run directory, metric writers and what they report."""
+    """Run directory, metrics, TensorBoard and wandb."""
 
     run_dir: str | None = flag(None, path=True, common=True, derived=_run_dir)
-    """Directory of everything this run writes. Without it the folder run in --save."""
+    """Directory for everything that this run writes. Default: run in the directory of --save."""
     tensorboard_dir: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "tensorboard"))
-    """Directory of TensorBoard files. Without it run-dir/tensorboard."""
+    """Directory of TensorBoard files. Default: tensorboard in --run-dir."""
     wandb_project: str | None = flag(None)
-    """Weights & Biases project; without it wandb is off."""
+    """Weights & Biases project. Default: wandb is off."""
     wandb_entity: str | None = flag(None)
-    """Team or user that the wandb run belongs to. Without it the account's own."""
+    """Team or user that the wandb run belongs to. Default: the account's own."""
     wandb_exp_name: str | None = flag(None, derived=_run_name)
-    """Name of the wandb run. Without it the name of the run directory, or of --save."""
+    """Name of the wandb run. Default: the name of --run-dir, or of --save."""
     wandb_save_dir: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "wandb"))
-    """Directory of wandb's files. Without it run-dir/wandb."""
+    """Directory of wandb's files. Default: wandb in --run-dir."""
     wandb_mode: Literal["offline", "online", "disabled"] | None = flag(None)
-    """Whether wandb talks to its server. Without it the environment variable WANDB_MODE, or else online where there is
-    an API key."""
+    """Whether wandb talks to its server. Default: the environment variable WANDB_MODE, else online if there is an API
+    key."""
     log_interval: int = flag(1, ge=1)
     """Log every this many steps (Megatron's default: 100)."""
     log_samples_interval: int = flag(10, ge=0)
-    """Show a sample of the worst and of the best group every this many steps, on the screen, in TensorBoard and wandb;
-    0 is never."""
+    """Every this many steps, show a sample of the worst and of the best group in the terminal, TensorBoard and wandb; 0
+    turns it off."""
     log_throughput: bool = flag(False)
-    """Log model TFLOP/s a GPU."""
+    """Log model TFLOP/s per GPU."""
     log_straggler: bool = flag(False)
-    """Log how far the slowest rank is behind."""
+    """Log how much slower the slowest rank is."""
     log_params_norm: bool = flag(False)
     """Log the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)
     """Log how many gradient entries are exactly 0."""
     timing_log_level: int = flag(0, ge=0, le=2)
-    """Above 0 every stage's time waits for the device: exact, at the price of a stall."""
+    """Above 0, timings synchronize with the device: exact, but slower."""
     rl_log_rollouts: int = flag(4, ge=0)
-    """Groups a step, and tasks of each environment an evaluation, written to rollouts/*.jsonl."""
+    """Groups per step, and tasks of each environment per evaluation, that are written to rollouts/*.jsonl."""
 
 
 def names_several(path: str | None) -> bool:

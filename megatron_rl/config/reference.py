@@ -22,10 +22,9 @@ _HEADER = """# Flags
 
 Written by `python -m megatron_rl.config.reference` from the sections in `megatron_rl/config/`; do not edit.
 
-A flag `--seq-length` is `config.training.seq_length`. In a `--config` file it is `seq-length: 4096` or
-`seq_length: 4096`, and the command line wins. Every switch has an opposite with or without `no-`
-(`--no-sequence-parallel`), so that the command line can undo a file. The last section lists Megatron flags that
-are accepted, with a note when used, and have no effect because they have no meaning here.
+In a `--config` file, `--seq-length 4096` is `seq-length: 4096` or `seq_length: 4096`; the command line overrides the
+file. In code it is `config.training.seq_length`. Every switch can be turned off with `--no-`, for example
+`--no-sequence-parallel`. The last section lists Megatron flags that are accepted without effect.
 """
 
 
@@ -92,11 +91,11 @@ def _meaning(flag: Flag, quote: str = "") -> str:
     if flag.note is not None:
         text = f"{flag.note[:1].upper()}{flag.note[1:]}."
     elif flag.off:
-        text = f"Switches off: {flag.help[:1].lower()}{flag.help[1:]}"
+        text = f"Turns off: {flag.help[:1].lower()}{flag.help[1:]}"
     else:
         text = flag.help
     if flag.names_of is not None:
-        text += f" There are: {', '.join(flag.names_of.names())}."
+        text += f" Available: {', '.join(flag.names_of.names())}."
     others = [f"{quote}{alias}{quote}" for alias in (flag.off_aliases if flag.off else flag.aliases)]
     return f"{text} Also {', '.join(others)}." if others else text
 

@@ -34,7 +34,7 @@ def _decoded_at_once(config: RLConfig, world_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Environments, their server and evaluation on them."""
+    """Environments, their server, and evaluation."""
 
     langrl_env_config: str | None = flag(
         None, path=True, aliases=("--env-config",), common=True,
@@ -42,92 +42,96 @@ class EnvironmentConfig:
     )
     """YAML list of environments and their weights."""
     langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag("inplace_megatron")
-    """What generates rollouts: the training model in its own process. Both serve completions and chats to harnesses."""
+    """What generates rollouts: the training model in its own process. Both values serve completions and chats to
+    harnesses."""
     rl_prompts_per_eval: int = flag(64, ge=1, le=1_000_000)
-    """Prompts of an evaluation, for each environment (Megatron's default: 32)."""
+    """Prompts per evaluation and environment (Megatron's default: 32)."""
     rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)
-    """Completions of each evaluation prompt."""
+    """Completions per evaluation prompt."""
     rl_environment_port: int = flag(0, ge=0, le=65535)
-    """Port of the environment server on loopback; 0 takes any free one."""
+    """Port of the environment server on loopback; 0 takes any free port."""
     rl_endpoint_port: int = flag(0, ge=0, le=65535)
-    """Port of the OpenAI-compatible endpoint on loopback that harnesses call; each further copy of the model has the
-    next port. 0 takes any free one."""
+    """First port of the OpenAI-compatible endpoint that harnesses call, on loopback; each further replica takes the
+    next port. 0 takes any free port."""
     rl_edited_history: Literal["split", "mask"] = flag("split")
-    """Samples whose harness rewrote the model's answers: split trains on every sequence that was sampled, mask leaves
-    the sample out."""
+    """Samples whose harness rewrote the model's earlier answers: split trains on every sequence that was sampled, mask
+    excludes the sample."""
     rl_harness_processes: int = flag(64, ge=1, le=4096)
-    """Most samples of harnesses that run at once on a node, each in a process."""
+    """Most harness processes that run at once on a node, one per sample."""
     rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
-    """Seconds that an environment may take to be imported, to be set up, or to list a split's tasks; and an extension
-    of your own, such as a loss, to be imported and tried once."""
+    """Seconds that an environment may take to be imported, to be set up, or to list the tasks of a split. Also the
+    limit for importing and trying an extension of your own, such as a loss."""
     rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)
-    """Seconds to wait for the grades of one group; after that they count as failed."""
+    """Seconds to wait for the grades of one group; later grades count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)
-    """Stop the run when more than this share of a step's grades failed."""
+    """Stop the run when more than this fraction of a step's grades failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Sampling and the rollout engine."""
+    """Sampling parameters and the rollout engine."""
 
     rl_inference_engine: Literal["rollout", "mcore"] = flag("rollout")
-    """The engine: ours, or megatron-core's dynamic engine on the same model."""
+    """Rollout engine: rollout is the built-in one, mcore is megatron-core's dynamic engine on the same model."""
     rl_temperature: float = flag(
         1.0, ge=0.001, le=100, aliases=("--rl-default-temperature", "--grpo-default-temperature"), common=True
     )
     """Sampling temperature."""
     rl_top_p: float = flag(1.0, ge=0, le=1, aliases=("--rl-default-top-p", "--grpo-default-top-p"))
-    """Sample from the likeliest tokens that make up this probability; 1, and Megatron's 0, are off."""
+    """Top-p (nucleus) sampling; 1, or Megatron's 0, turns it off."""
     rl_top_k: int = flag(0, ge=-1, aliases=("--rl-default-top-k", "--grpo-default-top-k"))
-    """Sample from this many likeliest tokens; 0, and Megatron's -1, are off."""
+    """Top-k sampling; 0, or Megatron's -1, turns it off."""
     rl_max_new_tokens: int | None = flag(
         None, ge=1, common=True, derived=lambda config, _: (_longest(config) or 1) - 1 or None
     )
-    """Longest completion in tokens. Without it what --inference-max-seq-length leaves."""
+    """Longest completion in tokens, e.g. 1024. Default: what --inference-max-seq-length leaves."""
     rl_eval_temperature: float | None = flag(
         None, ge=0.001, le=100, derived=lambda config, _: config.rollout.rl_temperature
     )
-    """Sampling temperature of evaluations. Without it --rl-temperature."""
+    """Sampling temperature of evaluations. Default: --rl-temperature."""
     rl_eval_top_p: float | None = flag(None, ge=0, le=1, derived=lambda config, _: config.rollout.rl_top_p)
-    """Top-p of evaluations; 1, and Megatron's 0, are off. Without it --rl-top-p."""
+    """Top-p of evaluations. Default: --rl-top-p."""
     rl_eval_top_k: int | None = flag(None, ge=-1, derived=lambda config, _: config.rollout.rl_top_k)
-    """Top-k of evaluations; 0, and Megatron's -1, are off. Without it --rl-top-k."""
+    """Top-k of evaluations. Default: --rl-top-k."""
     rl_eval_max_new_tokens: int | None = flag(
         None, ge=1, derived=lambda config, _: config.rollout.rl_max_new_tokens, source="--rl-max-new-tokens"
     )
-    """Longest completion of an evaluation in tokens. Without it --rl-max-new-tokens."""
+    """Longest completion of an evaluation, in tokens. Default: --rl-max-new-tokens."""
     rl_stop_strings: tuple[str, ...] = flag(())
-    """Texts that end a completion. A special token is matched by its id."""
+    """Strings that end a completion, e.g. '</answer>'. A special token is matched by its id."""
     rl_decode_steps_per_sync: int = flag(8, ge=1)
-    """Decode steps between host reads of what has finished; on a CPU fewer where completions end often."""
+    """Decode steps between two checks on the host of which completions have finished. On a CPU the engine takes fewer
+    if completions end often."""
     inference_max_batch_size: int | None = flag(
         None, ge=1, le=100_000, aliases=("--inference-max-requests",), derived=_decoded_at_once
     )
-    """Completions decoded at once on a replica. Without it its share of a step, at most 256."""
+    """Most completions decoded at once on a replica. Default: the replica's share of a step, at most 256."""
     inference_max_seq_length: int | None = flag(None, ge=2, derived=_longest, source="--seq-length")
-    """Longest prompt and completion together. Without it --seq-length."""
+    """Longest prompt plus completion in rollouts, in tokens. Default: --seq-length."""
     inference_dynamic_batching_buffer_size_gb: float | None = flag(None, gt=0, aliases=("--inference-buffer-size-gb",))
-    """Most GiB of KV cache on a rank. Without it what the largest batch needs, if free (Megatron's default: 40)."""
+    """Largest KV cache of a rank in GiB. Default: what the largest batch needs, as far as memory is free (Megatron's
+    default: 40)."""
     rl_rollout_memory_fraction: float | None = flag(None, gt=0, le=1)
-    """Most of the KV cache as a share of the memory that a rollout leaves free (default 0.9)."""
+    """Largest KV cache as a fraction of the memory that is free in a rollout (default 0.9)."""
     inference_dynamic_batching_max_tokens: int = flag(8192, ge=1)
-    """Prompt tokens computed between host reads; a longer prompt is computed in pieces."""
+    """Most prompt tokens computed between two host checks. A longer prompt is computed in chunks (chunked prefill)."""
     rl_prefix_reuse: bool = flag(True, off="--no-rl-prefix-reuse")
-    """Reuse the KV cache of a prompt's beginning, such as the turns of a conversation so far."""
+    """Prefix caching: reuse the KV cache of an earlier prompt with the same beginning, such as the previous turns of a
+    conversation."""
     rl_router_replay: bool = flag(False)
-    """Send each token in training to the experts that the rollout chose for it."""
+    """Router replay: in training, send each token to the experts that the rollout chose for it."""
     rl_kv_overcommit: float = flag(1.0, ge=1, le=100)
-    """Pages of the KV cache promised to completions, as a multiple of those that exist. Above 1, a completion without
-    room is interrupted and its cache computed again."""
+    """Pages of the KV cache that are promised to completions, as a multiple of the pages that exist, e.g. 1.5. Above 1,
+    a completion that finds no free page is preempted and its cache recomputed."""
     inference_dynamic_batching_num_cuda_graphs: int = flag(16, ge=1, aliases=("--inference-num-cuda-graphs",))
-    """Most batch sizes to capture with --enable-cuda-graph; a batch is padded to the next one."""
+    """Most batch sizes to capture with --enable-cuda-graph. A batch is padded to the next captured size."""
     inference_dynamic_batching_block_size: int | None = flag(None, ge=1, le=65_536)
-    """Tokens in a page of the KV cache, on backends with pages. Without it 64 (triton_paged, paged) or 256."""
+    """Tokens per page of the KV cache, for paged attention backends. Default: 64 (triton_paged, paged) or 256."""
     rl_offload_optimizer_during_inference: bool = flag(False)
-    """Move optimizer state to host memory during rollouts, to make room for the KV cache."""
+    """Move the optimizer state to host memory during rollouts, to make room for the KV cache."""
     rl_keep_in_rollouts: tuple[Literal["weights", "gradients", "teacher"], ...] = flag(())
-    """Keep in memory during rollouts what is otherwise freed and made again: weights that have quantised copies (freed
-    with --bf16 and --use-distributed-optimizer), gradient buffers, the teacher's weights."""
+    """Keep in memory during rollouts what is otherwise freed and rebuilt: weights that have 8-bit copies (freed with
+    --bf16 and --use-distributed-optimizer), gradient buffers, the teacher's weights."""
 
 
 def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:

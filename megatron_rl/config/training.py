@@ -21,84 +21,84 @@ def _global_batch_size(config: RLConfig, world_size: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Length, batch sizes and life cycle of the run."""
+    """Length of the run, batch sizes, evaluation and stopping."""
 
     config: str | None = flag(None, path=True, common=True)
-    """YAML file that sets flags (name: value); of several the later one wins, and the command line over all."""
+    """YAML file that sets flags (name: value). May be repeated: a later file overrides an earlier one, the command line
+    overrides all."""
     perform_rl_step: bool = flag(False, common=True)
-    """Train by reinforcement; without it, on the environments' demonstrations."""
+    """Train by RL. Without it, the run is SFT on the environments' demonstrations."""
     train_iters: int | None = flag(None, ge=1, common=True)
-    """Steps of the run: in RL a rollout with all its updates, else one update. Or give --train-samples."""
+    """Number of steps, e.g. 200. An RL step is a rollout with all its updates, an SFT step one update. Or give
+    --train-samples."""
     train_samples: int | None = flag(None, ge=1)
-    """Samples of the run, those of a rollout counted once; or give --train-iters."""
+    """Number of samples, counting each rollout once, e.g. 100000. Or give --train-iters."""
     micro_batch_size: int = flag(1, ge=1)
-    """Sequences of full length in a micro-batch; sets --rl-sequence-packing-bin-size."""
+    """Full-length sequences per micro-batch; sets --rl-sequence-packing-bin-size."""
     global_batch_size: int | None = flag(None, ge=1, common=True, derived=_global_batch_size)
-    """Most samples of an optimizer update; where samples are dropped, a rollout makes fewer updates.
-
-    Without it those of a rollout; supervised: a micro-batch a replica.
-    """
+    """Most samples per optimizer update, e.g. 512. A rollout whose samples are dropped makes fewer updates. Default:
+    all samples of a rollout; in SFT one micro-batch per replica."""
     seq_length: int | None = flag(None, ge=2, common=True, needed=("batches are sized by it", "4096"))
-    """Longest training sequence in tokens, prompt included."""
+    """Longest training sequence, prompt included, in tokens, e.g. 4096."""
     rl_sequence_packing_bin_size: int | None = flag(
         None, ge=2, source="--micro-batch-size x --seq-length",
         derived=lambda config, _: config.training.micro_batch_size * (config.training.seq_length or 0) or None,
     )
-    """Tokens of a packed micro-batch. Without it micro-batch-size x seq-length."""
+    """Tokens of a packed micro-batch, e.g. 16384. Default: micro-batch-size x seq-length."""
     rl_share_prompts: bool = flag(False)
-    """In training, compute the tokens that several samples begin with once a micro-batch, not once a sample: pays where
-    prompts are long beside answers (PrefixGrouper in verl)."""
+    """In training, compute a prompt that several samples share once per micro-batch instead of once per sample. Pays
+    off when prompts are long compared with answers (verl's PrefixGrouper)."""
     seed: int = flag(1234, ge=0, le=2**32 - 1)
-    """Seed of weights, data order and sampling. With --eval-only that of the run that saved the weights."""
+    """Random seed of weights, data order and sampling. With --eval-only, the seed of the run that saved the weights."""
     eval_interval: int | None = flag(None, ge=1, common=True)
-    """Evaluate every this many steps; without it never (Megatron's default: 1000)."""
+    """Evaluate every this many steps, e.g. 10. Default: never (Megatron's default: 1000)."""
     eval_only: bool = flag(False, common=True)
-    """Evaluate the weights of --load or --pretrained-checkpoint on the held-out tasks once, and stop."""
+    """Evaluate the weights of --load or --pretrained-checkpoint once on the held-out tasks and stop."""
     exit_interval: int | None = flag(None, ge=1)
     """Save and stop after a step that is a multiple of this."""
     exit_duration_in_mins: int | None = flag(None, ge=1)
-    """Save and stop after this many minutes."""
+    """Save and stop after this many minutes, e.g. 230 for a four-hour job."""
     exit_grace_seconds: int = flag(0, ge=0, le=86_400)
-    """Time that running rollouts get to finish after Ctrl-C or SIGTERM; torchrun kills a rank after 30 s."""
+    """Seconds that running rollouts get to finish after Ctrl-C or SIGTERM. torchrun kills a rank after 30 s."""
     empty_unused_memory_level: int = flag(0, ge=0, le=2)
-    """Return cached device memory: 0 never, 1 after the backward pass, 2 also after the update."""
+    """Free cached device memory: 0 never, 1 after the backward pass, 2 also after the update."""
     check: bool = flag(False, common=True)
     """Check this configuration and stop before the model is built."""
     check_world_size: int | None = flag(None, ge=1)
-    """With --check or --estimate: the number of ranks to look at, instead of those of this launch."""
+    """With --check or --estimate: number of ranks to assume, e.g. 64."""
     estimate: bool = flag(False)
-    """Print how many bytes each rank will need in rollouts and in training, and stop."""
+    """Print the memory that each rank needs in rollouts and in training, and stop."""
     estimate_vocab_size: int | None = flag(None, ge=1)
-    """With --estimate: tokens of the vocabulary, where there is no tokenizer to read."""
+    """With --estimate: size of the vocabulary, if there is no tokenizer to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer and its constants."""
+    """Optimizer and its hyperparameters."""
 
     optimizer: Literal["adam", "sgd"] = flag("adam")
-    """Update rule; adam decouples weight decay."""
+    """Optimizer; adam is AdamW."""
     lr: float | None = flag(
         None, gt=0, le=10, common=True, needed=("there is no learning rate for every model", "1e-6")
     )
-    """Peak learning rate."""
+    """Peak learning rate, e.g. 1e-6."""
     weight_decay: float = flag(0.01, ge=0, le=10)
     """Weight decay."""
     adam_beta1: float = flag(0.9, ge=0, lt=1)
-    """Decay of the running mean of gradients."""
+    """Adam beta1."""
     adam_beta2: float = flag(0.999, ge=0, lt=1)
-    """Decay of the running mean of squared gradients."""
+    """Adam beta2."""
     adam_eps: float = flag(1e-8, gt=0, le=1)
-    """Added to the denominator of an update."""
+    """Adam epsilon."""
     sgd_momentum: float = flag(0.9, ge=0, lt=1)
     """Momentum of sgd."""
     clip_grad: float = flag(1.0, ge=0)
-    """Largest global gradient norm; 0 leaves gradients alone."""
+    """Clip the global gradient norm at this value; 0 turns clipping off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Warm-up and decay of the learning rate, which all updates of a step share."""
+    """Learning-rate schedule. All updates of a step have the same learning rate."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear")
     """Shape of the decay from --lr to --min-lr."""
@@ -109,53 +109,53 @@ class ScheduleConfig:
     lr_warmup_samples: int = flag(0, ge=0)
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, ge=0, lt=1)
-    """Warm-up as a share of the decay, instead of the two flags above."""
+    """Warm-up as a fraction of the decay, e.g. 0.03, instead of the two flags above."""
     lr_warmup_init: float = flag(0.0, ge=0)
     """Learning rate at the start of the warm-up."""
     lr_decay_iters: int | None = flag(None, ge=1, derived=lambda config, _: config.training.train_iters)
-    """Steps after which --min-lr is reached. Without it --train-iters."""
+    """Steps until --min-lr is reached. Default: --train-iters."""
     lr_decay_samples: int | None = flag(None, ge=1, derived=lambda config, _: config.training.train_samples)
-    """Samples after which --min-lr is reached. Without it --train-samples."""
+    """Samples until --min-lr is reached. Default: --train-samples."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
-    """Shape of the last phase of WSD."""
+    """Shape of the decay phase of WSD (warm-up, stable, decay)."""
     lr_wsd_decay_iters: int | None = flag(None, ge=1)
-    """Steps of the last phase of WSD."""
+    """Steps of the decay phase of WSD."""
     lr_wsd_decay_samples: int | None = flag(None, ge=1)
-    """Samples of the last phase of WSD."""
+    """Samples of the decay phase of WSD."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The value model of --rl-advantage gae, its optimizer and its loss."""
+    """Critic (value model) of --rl-advantage gae."""
 
     rl_critic_lr: float | None = flag(None, gt=0, derived=lambda config, _: config.optimizer.lr)
-    """Peak learning rate of the critic; its schedule is the policy's, scaled. Without it --lr."""
+    """Peak learning rate of the critic, e.g. 1e-5; its schedule is the policy's, scaled. Default: --lr."""
     rl_critic_clip_range: float = flag(0.5, gt=0)
-    """PPO's value clipping: largest change of a value in a step that the loss counts."""
+    """PPO's value clipping: largest change of a value per step that the loss counts."""
     rl_critic_warmup_steps: int = flag(0, ge=0)
-    """First steps of the run that train the critic alone."""
+    """Steps at the start of the run that train only the critic."""
     rl_critic_load_hf: str | None = flag(None, path=True)
-    """Hugging Face directory or name on the hub, of the policy's architecture and tokenizer, to start the critic from.
-    Without it the critic starts as the policy does. The value head starts at 0."""
+    """Model to start the critic from, with the policy's architecture and tokenizer: a Hugging Face directory or a name
+    on the hub. Default: the policy's weights. The value head starts at 0."""
     rl_kl_in_reward: bool = flag(False)
-    """Subtract --grpo-kl-beta x (old - reference log-prob) from the reward of each token, in place of the KL loss."""
+    """Subtract grpo-kl-beta x (old - reference log-prob) from each token's reward, instead of adding a KL loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """A frozen model beside the policy, and what becomes of its log-probs."""
+    """On-policy distillation from a frozen teacher."""
 
     rl_teacher_load_hf: str | None = flag(None, path=True)
-    """Teacher: a Hugging Face directory or name on the hub, of any size and known family, with the policy's
-    tokenizer."""
+    """Teacher model for on-policy distillation: a Hugging Face directory or a name on the hub, of any size and
+    supported family, with the policy's tokenizer."""
     rl_teacher_as: Literal["advantage", "loss"] = flag("advantage")
-    """How a token's teacher log-prob - student log-prob is used: as part of its advantage, or as a KL in the loss."""
+    """How a token's teacher minus student log-prob is used: added to its advantage, or as a KL term in the loss."""
     rl_teacher_weight: float = flag(1.0, gt=0, le=1000)
     """Weight of the teacher."""
     rl_teacher_kl_estimator: Literal["k2", "k3"] = flag("k2")
-    """Estimator of the KL in the loss: k2 has the gradient of KL(student, teacher), k3 that of KL(teacher, student)."""
+    """Estimator of that KL term: k2 has the gradient of KL(student, teacher), k3 that of KL(teacher, student)."""
     rl_reward_weight: float = flag(1.0, ge=0, le=1000)
-    """Weight of the rewards' advantage with a teacher; 0 learns from the teacher alone."""
+    """Weight of the rewards' advantage beside a teacher; 0 learns from the teacher alone."""
 
 
 def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
