@@ -35,7 +35,7 @@ def test_every_file_with_the_class_of_its_kind_is_available() -> None:
 def test_help_lists_what_there_is(flag: str, names: tuple[str, ...]) -> None:
     text = " ".join(help_text(common_only=False).split())
     entry = text.partition(f" --{flag.replace('_', '-')} ")[2].partition(" --")[0]
-    assert f" There are: {', '.join(names)}." in entry
+    assert f" Available: {', '.join(names)}." in entry
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
