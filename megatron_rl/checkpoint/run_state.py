@@ -19,6 +19,7 @@ from megatron_rl.config.model_directory import FILE_NAME
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, model_directory
+from megatron_rl.families.architecture import YARN
 from megatron_rl.user_files import read_json
 
 if TYPE_CHECKING:
@@ -195,7 +196,8 @@ def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _foreign_state(directory: Path) -> RunState:
     args = read_args(directory)
-    known = {name: args[name] for name in _ARCHITECTURE if name in args}
+    # Its YaRN has flags of other names; these are of latent attention, which `unbuilt` names.
+    known = {name: args[name] for name in _ARCHITECTURE if name in args and name not in ("rope_type", *YARN)}
     # A window is a pair in Megatron-LM's words, which `unbuilt` names; None is as here.
     architecture = {name: value for name, value in known.items() if ONLY_BUILT.get(name, value) == value}
     for switch, names in _COUNTED_WITH.items():

@@ -259,9 +259,6 @@ class LayerConfig:
     """Scale of the attention scores, e.g. 0.0625. Default: 1 / sqrt(kv-channels)."""
     rotary_base_local: int | None = flag(None, ge=1, le=10**12)
     """RoPE base frequency of sliding-window layers, e.g. 10000. Default: --rotary-base."""
-    rotary_seq_len_interpolation_factor: float | None = flag(None, ge=1, le=10_000)
-    """Divide positions by this factor before RoPE, e.g. 8. Sliding-window layers with --rotary-base-local are not
-    scaled."""
     geglu: bool = flag(False)
     """Use gated GELU (tanh approximation) in the MLP."""
     apply_layernorm_1p: bool = flag(False)

@@ -20,6 +20,7 @@ from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
 from megatron_rl.config.records import CheckpointConfig, LoggingConfig
 from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig
+from megatron_rl.config.rotation import RotationConfig
 from megatron_rl.config.training import CriticConfig, OptimizerConfig, ScheduleConfig, TeacherConfig, TrainingConfig
 from megatron_rl.errors import Problem
 from megatron_rl.families.architecture import Architecture, ExpertShare, Stages, padded_vocabulary
@@ -36,6 +37,7 @@ class RLConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     layers: LayerConfig = field(default_factory=LayerConfig)
+    rotation: RotationConfig = field(default_factory=RotationConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -96,7 +98,7 @@ class RLConfig:
 
     def architecture(self, vocab_size: int = 1) -> Architecture:
         """Return the model's shape; ``vocab_size`` as in `layout`."""
-        given = vars(self.model) | vars(self.layers)
+        given = vars(self.model) | vars(self.layers) | vars(self.rotation)
         shape = {name: value for name, value in given.items() if name in Architecture.__dataclass_fields__}
         return Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0))
 

@@ -30,6 +30,11 @@ class LayerKind:
 
 
 PLAIN = LayerKind()
+YARN = (
+    "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "correction_range_round_to_int",
+)  # fmt: skip
+"""The flags of YaRN, with --rope-type yarn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,14 @@ class Architecture:
     position_embedding_type: str = "rope"
     rotary_percent: float = 1.0
     rotary_seq_len_interpolation_factor: float | None = None
+    rope_type: str = "rope"
+    rotary_scaling_factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    correction_range_round_to_int: bool = True
     rotary_base_local: int | None = None
     window_size: int | None = None
     window_attn_skip_freq: int | None = None
@@ -98,13 +111,15 @@ class Architecture:
 
     @property
     def rotations(self) -> dict[str, dict[str, Any]]:
-        """Name -> arguments of megatron's `RotaryEmbedding`."""
+        """Name -> arguments of megatron's `RotaryEmbedding`, and under ``yarn`` those of `yarn_rotation`."""
         width = {"kv_channels": self.kv_channels, "rotary_percent": self.rotary_percent}
         main = width | {
             "rotary_base": self.rotary_base, "rope_scaling": self.use_rope_scaling,
             "rope_scaling_factor": self.rope_scaling_factor,
             "seq_len_interpolation_factor": self.rotary_seq_len_interpolation_factor,
         }  # fmt: skip
+        if self.rope_type == "yarn":
+            main["yarn"] = {name: getattr(self, name) for name in YARN}
         local = {} if self.rotary_base_local is None else {"local": width | {"rotary_base": self.rotary_base_local}}
         return {"main": main, **local}
 

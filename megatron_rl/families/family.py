@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture
 from megatron_rl.families.hf_config import HfConfig, model_directory, read_object
+from megatron_rl.families.rotation import read_rotation
 from megatron_rl.families.weights import WeightMap, decoder_weights
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors
@@ -44,12 +45,6 @@ SMALL: Mapping[str, Any] = {
 """A model for examples."""
 
 
-def _llama_rotation(config: HfConfig) -> dict[str, Any]:
-    base, factor = config.rope()
-    scaling = {} if factor is None else {"use_rope_scaling": True, "rope_scaling_factor": factor}
-    return {"rotary_base": base, **scaling}
-
-
 def read_decoder(
     config: HfConfig, *, activation: str = "silu", rotation: Mapping[str, Any] | None = None, **settings: Any
 ) -> Architecture:
@@ -78,7 +73,7 @@ def read_decoder(
             "norm_epsilon": config.number("rms_norm_eps", 1e-6),
             "untie_embeddings_and_output_weights": not config.switch("tie_word_embeddings", False),
             "init_method_std": config.number("initializer_range", 0.02),
-            **(rotation or _llama_rotation(config)),
+            **(read_rotation(config) if rotation is None else rotation),
             **settings,
         }
     )

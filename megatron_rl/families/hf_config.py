@@ -15,8 +15,6 @@ from megatron_rl.families.architecture import MOST_LAYERS
 from megatron_rl.families.gguf import SUFFIX, cached_import
 from megatron_rl.user_files import read_json
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
 _LONGEST_VALUE = 60
 _BEYOND_ANY_MODEL = 1e18
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -82,6 +80,11 @@ class HfConfig:
         part._problems = self._problems
         return part
 
+    @property
+    def names(self) -> list[str]:
+        """The keys that have a value."""
+        return [key for key, value in self._values.items() if value is not None]
+
     def get(self, key: str, default: Any = None) -> Any:
         """As it stands there; ``null`` counts as absent."""
         value = self._values.get(key)
@@ -98,6 +101,11 @@ class HfConfig:
         value = self._present(key, default)
         return float(self._valid(key, value, _is_number(value) and value > 0, "a number above 0"))
 
+    def factor(self, key: str, default: float | None = None) -> float:
+        """A number of at least 1."""
+        value = self._present(key, default)
+        return float(self._valid(key, value, _is_number(value) and value >= 1, "a number of at least 1"))
+
     def switch(self, key: str, default: bool) -> bool:
         """``true`` or ``false``."""
         value = self._present(key, default)
@@ -113,33 +121,6 @@ class HfConfig:
         """Note that ``key`` asks for something that is not built."""
         shown = cut(json.dumps(value), _LONGEST_VALUE)
         self._problems.append(f"{self.path}: {self._prefix}{key} {shown} is not built here: {why}")
-
-    def rope(self) -> tuple[int, float | None]:
-        """Base of the rotary frequencies, and the factor of Llama 3's scaling or None.
-
-        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. Of a file with
-        both transformers reads the latter alone, so they must say the same.
-        """
-        keys = [key for key in ("rope_parameters", "rope_scaling") if self.get(key)] or ["rope_scaling"]
-        first, *others = [self._rope(key) for key in keys]
-        if others not in ([], [first]):
-            self.refuse("rope_scaling", self.get("rope_scaling"), "rope_parameters says otherwise; keep one of them")
-        return first
-
-    def _rope(self, key: str) -> tuple[int, float | None]:
-        rope = self.within(key)
-        for name in (name for name, value in rope._values.items() if isinstance(value, Mapping)):
-            rope.refuse(name, rope._values[name], "every layer has the same positions")
-        base = rope.base("rope_theta", self.base("rope_theta", 10000.0))
-        share = rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
-        if share != 1.0:
-            self.refuse("partial_rotary_factor", share, "whole heads are rotated")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "llama3":
-            return base, rope._llama3()
-        if kind != "default":
-            rope.refuse("rope_type", kind, "positions are unscaled, or scaled as in Llama 3 (llama3)")
-        return base, None
 
     def base(self, key: str, default: float | None = None) -> int:
         """The base of rotary frequencies: a whole number, however it is written."""
@@ -189,13 +170,6 @@ class HfConfig:
         """Raise everything that was refused."""
         if self._problems:
             raise ConfigError(self._problems)
-
-    def _llama3(self) -> float:
-        for name, built in _LLAMA3.items():
-            if self.get(name) != built:
-                self.refuse(name, self.get(name), f"Megatron's scaling has {built} built in")
-        factor = self.get("factor")
-        return float(self._valid("factor", factor, _is_number(factor) and factor >= 1, "a number of at least 1"))
 
     def _present(self, key: str, default: Any) -> Any:
         value = self.get(key, default)

@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import Architecture, Head, ModelLayout
-from megatron_rl.models.attention.plan import Ropes, RopeTable
+from megatron_rl.models.attention.plan import Ropes
+from megatron_rl.models.attention.rotation import rope_tables
 from megatron_rl.models.attention.selection import Attention, checked_attention, requirements_of
 from megatron_rl.models.blocks import BLOCKS
 from megatron_rl.models.blocks.dense import GatedMLP
@@ -107,7 +108,8 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
     settings = next((block.settings for block in blocks if "settings" in vars(block)), TransformerConfig)
     common, known = ({field.name for field in dataclasses.fields(cls)} for cls in (TransformerConfig, settings))
     given = {name: value for name, value in {**vars(model), **vars(config.parallel)}.items() if name in known}
-    given |= {name: value for name, value in vars(config.layers).items() if name in known - common}
+    of_layers = vars(config.layers) | vars(config.rotation)
+    given |= {name: value for name, value in of_layers.items() if name in known - common}
     # megatron's own would be weighed otherwise: see `BalanceLosses`.
     given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     with warnings.catch_warnings():
@@ -186,7 +188,7 @@ def build_model(
     policy = PolicyModel(
         chunks=chunks,
         config=transformer_config,
-        ropes=_ropes(layout.architecture, transformer_config, reach),
+        ropes=rope_tables(layout.architecture, reach, transformer_config.use_cpu_initialization),
         attention=checked_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
@@ -199,15 +201,6 @@ def build_model(
     if head == "vocabulary":
         logger.info("%s", policy.attention.reason)
     return policy
-
-
-def _ropes(shape: Architecture, settings: TransformerConfig, reach: int) -> Ropes:
-    """The table of each rotation."""
-    on_cpu = settings.use_cpu_initialization
-    return {
-        name: RopeTable(RotaryEmbedding(**arguments, use_cpu_initialization=on_cpu), reach)
-        for name, arguments in shape.rotations.items()
-    }
 
 
 def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLayout, chunk: int) -> GPTModel:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import SMALL, Family, read_decoder
 from megatron_rl.families.hf_config import HfConfig
+from megatron_rl.families.rotation import scaling_of
 from megatron_rl.families.weights import WeightMap, decoder_weights
 
 _BASE, _LOCAL_BASE, _EVERY, _QUERY_WIDTH = 1e6, 1e4, 6, 256
@@ -46,12 +47,10 @@ def _rotation(config: HfConfig) -> dict[str, Any]:
     whole, local = by_kind.within("full_attention"), by_kind.within("sliding_attention")
     local.expect("rope_type", "default", why="positions in windows are not scaled")
     scaling = whole if whole.get("rope_type") else config.within("rope_scaling")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    scaling.expect("rope_type", "default", "linear", why="positions are unscaled, or divided by a factor")
     return {
         "rotary_base": whole.base("rope_theta", config.base("rope_theta", _BASE)),
         "rotary_base_local": local.base("rope_theta", config.base("rope_local_base_freq", _LOCAL_BASE)),
-        "rotary_seq_len_interpolation_factor": scaling.number("factor") if kind == "linear" else None,
+        **scaling_of(config, scaling),
     }
 
 

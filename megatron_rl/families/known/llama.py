@@ -17,6 +17,10 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
+    "beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False,
+}  # fmt: skip
 
 FAMILY = Family(
     name="llama",
@@ -33,5 +37,6 @@ FAMILY = Family(
             "max_position_embeddings": 16384,
             "rope_parameters": {**_LLAMA3, "factor": 32.0},
         },
+        {**SMALL, "head_dim": 16, "rope_parameters": _YARN},
     ),
 )

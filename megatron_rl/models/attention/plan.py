@@ -44,12 +44,15 @@ class RopeTable:
     into the first half of ``sin``, which saves a negation per layer.
     """
 
-    def __init__(self, embedding: RotaryEmbedding, max_length: int) -> None:
+    def __init__(self, embedding: RotaryEmbedding, max_length: int, amplitude: float = 1.0) -> None:
+        """``amplitude`` multiplies cos and sin: that of YaRN."""
         if embedding.rotary_interleaved:
             raise ValueError("interleaved rotary embeddings are not supported; use the default layout")
         angles = embedding.get_emb(max_length)[:, 0, 0, :]
         self.cos = angles.cos()
         self.sin = angles.sin()
+        if amplitude != 1.0:
+            self.cos, self.sin = self.cos * amplitude, self.sin * amplitude
         self.sin[:, : self.sin.shape[-1] // 2] *= -1
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

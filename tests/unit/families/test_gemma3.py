@@ -48,7 +48,7 @@ def test_each_layer_has_its_kind(tmp_path: Path) -> None:
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention true"]),
         ({"hidden_activation": "silu"}, ['hidden_activation "silu"', "gelu_pytorch_tanh"]),
-        ({"rope_parameters": {WHOLE: {"rope_type": "yarn"}}}, ['rope_parameters.full_attention.rope_type "yarn"']),
+        ({"rope_parameters": {WHOLE: {"rope_type": "dynamic"}}}, ['full_attention.rope_type "dynamic" is not built']),
         ({"rope_parameters": {WHOLE: {"rope_type": "linear"}}}, ["lacks rope_parameters.full_attention.factor"]),
         ({"rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 2}}}, ["sliding_attention.rope_type"]),
         ({"rope_parameters": {WHOLE: 3}}, ["rope_parameters.full_attention must be a mapping"]),

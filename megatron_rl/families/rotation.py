@@ -1,0 +1,99 @@
+"""Rotary positions as a ``config.json`` has them, in the words of our flags.
+
+transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.families.hf_config import HfConfig
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
+_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", *_LLAMA3),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+"""Type of a rotation -> what it reads, beside its base. Other types (dynamic, longrope, su) are refused."""
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
+def read_rotation(config: HfConfig, base: float = 10000.0) -> dict[str, Any]:
+    """Return the settings of a model whose layers all have one rotation; ``base`` is the family's default.
+
+    Of a file with ``rope_parameters`` and ``rope_scaling`` transformers reads the latter alone, so they must say the
+    same.
+    """
+    keys = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)] or ["rope_scaling"]
+    first, *others = [_one_rotation(config, config.within(key), base) for key in keys]
+    if others not in ([], [first]):
+        config.refuse("rope_scaling", config.get("rope_scaling"), "rope_parameters says otherwise; keep one of them")
+    return first
+
+
+def _one_rotation(config: HfConfig, rope: HfConfig, base: float) -> dict[str, Any]:
+    for name in rope.names:
+        if isinstance(rope.get(name), Mapping):
+            rope.refuse(name, rope.get(name), "every layer has the same positions")
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if share != 1.0:
+        config.refuse("partial_rotary_factor", share, "whole heads are rotated")
+    return {"rotary_base": rope.base("rope_theta", config.base("rope_theta", base)), **scaling_of(config, rope)}
+
+
+def scaling_of(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
+    """Return how ``rope``, a mapping in ``config``, changes the frequencies; nothing of a type is passed over."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _KEYS:
+        rope.refuse("rope_type", kind, f"positions are unscaled, or scaled by {', '.join(list(_KEYS)[1:])}")
+        return {}
+    for name in rope.names:
+        if name not in (*_COMMON, *_KEYS[kind]) and not isinstance(rope.get(name), Mapping):
+            rope.refuse(name, rope.get(name), f"rotation of the type {kind} does not read it")
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": rope.factor("factor")}
+    if kind == "llama3":
+        for name, built in _LLAMA3.items():
+            if rope.get(name) != built:
+                rope.refuse(name, rope.get(name), f"Megatron's scaling has {built} built in")
+        return {"use_rope_scaling": True, "rope_scaling_factor": rope.factor("factor")}
+    return _yarn(config, rope) if kind == "yarn" else {}
+
+
+def _yarn(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
+    """As transformers' ``_compute_yarn_parameters`` understands it."""
+    positions = config.whole("max_position_embeddings")
+    key = "original_max_position_embeddings"
+    original = config.whole(key, rope.whole(key, positions))
+    factor = rope.factor("factor", positions / original if original < positions else None)
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        key: original,
+        "beta_fast": rope.number("beta_fast") if rope.get("beta_fast") else 32.0,
+        "beta_slow": rope.number("beta_slow") if rope.get("beta_slow") else 1.0,
+        "correction_range_round_to_int": rope.switch("truncate", True),
+        **_amplitude(rope, factor),
+    }
+
+
+def _amplitude(rope: HfConfig, factor: float) -> dict[str, float]:
+    """Megatron multiplies cos and sin by (1 + 0.1 mscale ln factor) / (1 + 0.1 mscale_all_dim ln factor)."""
+    given, mscale, of_all = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        amplitude = rope.number("attention_factor")
+        if factor <= 1 and amplitude != 1:
+            rope.refuse("attention_factor", given, "with a factor of 1 it is 1")
+            return {}
+        return {"mscale": (amplitude - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0, "mscale_all_dim": 0.0}
+    if mscale and of_all:
+        return {"mscale": rope.number("mscale"), "mscale_all_dim": rope.number("mscale_all_dim")}
+    return {"mscale": 1.0, "mscale_all_dim": 0.0}
