@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -211,8 +211,11 @@ def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "num_experts", (
             f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have"
         )
-    if model.add_bias_linear:
-        yield "num_experts", "with biases of linear layers is not built: add --disable-bias-linear"
+    if model.add_bias_linear and config.parallel.expert_tensor_parallel_size != 1:
+        yield "num_experts", (
+            "with biases of linear layers needs experts that no ranks cut; use --expert-tensor-parallel-size 1 "
+            f"--expert-model-parallel-size {parts}, or --disable-bias-linear"
+        )
     if parts > 1 and not config.parallel.sequence_parallel:
         yield "num_experts", (
             f"with --tensor-model-parallel-size {parts} needs --sequence-parallel in training; add it"
@@ -257,10 +260,18 @@ class LayerConfig:
     """Every this many layers, one layer uses full attention despite --window-size, e.g. 6."""
     softmax_scale: float | None = flag(None, gt=0, le=100)
     """Scale of the attention scores, e.g. 0.0625. Default: 1 / sqrt(kv-channels)."""
+    softmax_type: Literal["vanilla", "learnable"] = flag("vanilla")
+    """learnable: each head has an attention sink, a learned logit in its softmax that attends to nothing (gpt-oss)."""
     rotary_base_local: int | None = flag(None, ge=1, le=10**12)
     """RoPE base frequency of sliding-window layers, e.g. 10000. Default: --rotary-base."""
     geglu: bool = flag(False)
     """Use gated GELU (tanh approximation) in the MLP."""
+    quick_geglu: bool = flag(False)
+    """Use gated quick GELU, x * sigmoid(1.702 x), in the MLP (gpt-oss)."""
+    activation_func_clamp_value: float | None = flag(None, gt=0, le=10_000)
+    """Clamp the experts' gate from above and their up projection on both sides to this value, e.g. 7 (gpt-oss)."""
+    glu_linear_offset: float = flag(0.0, ge=0, le=10)
+    """Added to the experts' up projection before it is multiplied by the gate, e.g. 1 (gpt-oss)."""
     apply_layernorm_1p: bool = flag(False)
     """Normalization weights are stored minus 1 (Gemma)."""
     sandwich_norm: bool = flag(False)
@@ -269,25 +280,44 @@ class LayerConfig:
     """Multiply embeddings by sqrt(hidden-size) (Gemma)."""
 
 
+_OF_GPT_OSS = {
+    "window_size", "window_attn_skip_freq", "softmax_type", "quick_geglu", "activation_func_clamp_value",
+    "glu_linear_offset",
+}  # fmt: skip
+"""What is built together with experts and with biases, too."""
+
+
 def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Which of these need each other, and what cannot be combined with them."""
     layers, model = config.layers, config.model
-    if layers.geglu and model.swiglu:
-        yield "geglu", "and --swiglu are two activations of one MLP; keep one of them"
+    gates = [*(name for name in ("geglu", "quick_geglu") if getattr(layers, name)), *["swiglu"] * model.swiglu]
+    if len(gates) > 1:
+        yield gates[0], f"and --{gates[1].replace('_', '-')} are two activations of one MLP; keep one of them"
     for name in ("window_attn_skip_freq", "rotary_base_local"):
         if getattr(layers, name) is not None and layers.window_size is None:
             yield name, "has no layers to tell apart without --window-size; add it"
-    used = [each.spelling for each in flags_of(LayerConfig) if getattr(layers, each.name) != each.default]
+    used = {each.name: each.spelling for each in flags_of(LayerConfig) if getattr(layers, each.name) != each.default}
     if not used:
         return
-    named = f"cannot be combined with {', '.join(used)}"
+    named = f"cannot be combined with {', '.join(used.values())}"
     if config.kernels.transformer_impl != "local":
         yield "transformer_impl", f"{named}: its fused layers compute Llama's; use --transformer-impl local"
     if config.rollout.rl_inference_engine != "rollout":
         yield "rl_inference_engine", f"{named}: megatron-core's engine computes Llama's layers; use rollout"
     if model.normalization != "RMSNorm":
         yield "normalization", f"{named}; use RMSNorm"
-    if model.num_experts is not None:
+    yield from _beside_experts_and_biases(model, used, gates)
+
+
+def _beside_experts_and_biases(
+    model: ModelConfig, used: Mapping[str, str], gates: Sequence[str]
+) -> Iterator[Finding]:
+    others = [spelling for name, spelling in used.items() if name not in _OF_GPT_OSS]
+    named = f"cannot be combined with {', '.join(others)}"
+    if others and model.num_experts is not None:
         yield "num_experts", f"{named}: not built for experts"
-    if model.add_bias_linear:
+    if others and model.add_bias_linear:
         yield "add_bias_linear", f"{named}: add --disable-bias-linear"
+    for name in ("activation_func_clamp_value", "glu_linear_offset"):
+        if name in used and (model.num_experts is None or not gates):
+            yield name, "is of the gates of experts, and the model has none; leave it out"

@@ -25,6 +25,8 @@ class LayerKind:
     """The most recent tokens that a token attends to, itself included; None: all."""
     scale: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(width of a head)."""
+    sinks: bool = False
+    """Each head has an attention sink: a learned logit in the softmax over its scores, which attends to nothing."""
     post_norms: bool = False
     """Attention's and the MLP's outputs are normalised before they are added to the residual stream."""
 
@@ -81,7 +83,11 @@ class Architecture:
     window_size: int | None = None
     window_attn_skip_freq: int | None = None
     softmax_scale: float | None = None
+    softmax_type: str = "vanilla"
     geglu: bool = False
+    quick_geglu: bool = False
+    activation_func_clamp_value: float | None = None
+    glu_linear_offset: float = 0.0
     apply_layernorm_1p: bool = False
     sandwich_norm: bool = False
     scale_embedding: bool = False
@@ -89,7 +95,7 @@ class Architecture:
     @property
     def is_gated(self) -> bool:
         """The MLP has a gate: ``activation(gate) x up``."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -104,6 +110,7 @@ class Architecture:
         plain = LayerKind(
             mlp="dense" if self.num_experts is None else "experts",
             scale=self.softmax_scale,
+            sinks=self.softmax_type == "learnable",
             post_norms=self.sandwich_norm,
         )
         with_window = replace(plain, rotation=local, window=window)

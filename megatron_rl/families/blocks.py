@@ -156,6 +156,8 @@ def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterat
     # The queries of a group, its key and its value, then those of the next group.
     stripes = ("q_proj", heads // groups * width), ("k_proj", width), ("v_proj", width)
     outputs = (heads + 2 * groups) * width
+    if model.softmax_type == "learnable":
+        yield Parameter(f"decoder.{name}.core_attention.softmax_offset", (heads,), "rows", ranks)
     yield Linear(f"{name}.linear_proj", "row", hidden, heads * width, ranks, bias)
     yield Linear(
         f"{name}.linear_qkv", "column", outputs, hidden, ranks, bias or model.add_qkv_bias, stripes=stripes
@@ -196,11 +198,14 @@ def _dense_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) ->
 
 
 def _mlp_kept(model: Architecture, width: int) -> int:
-    return (5 if model.is_gated else 2) * width
+    bounded = 2 if model.activation_func_clamp_value is not None else 0  # the gate again, and up
+    return ((5 if model.is_gated else 2) + bounded + (1 if model.quick_geglu else 0)) * width
 
 
 def _experts(name: str, model: Architecture, ranks: int, share: ExpertShare) -> Iterator[Part]:
     yield Parameter(f"decoder.{name}.router.weight", (model.num_experts, model.hidden_size))
+    if model.add_bias_linear:
+        yield Parameter(f"decoder.{name}.router.bias", (model.num_experts,))
     for expert in share.of(model.num_experts):
         single = f"{name}.experts.local_experts.{expert}"
         yield from _mlp(single, model, model.moe_ffn_hidden_size, share.tensor_size or ranks)
@@ -209,18 +214,20 @@ def _experts(name: str, model: Architecture, ranks: int, share: ExpertShare) -> 
 def _experts_kept(model: Architecture, ranks: int, share: ExpertShare, again: bool) -> int:
     cut = share.tensor_size or ranks
     # Each token runs through some experts, and is copied in and out of each.
-    each = _mlp_kept(model, model.moe_ffn_hidden_size // cut) + 2 * model.hidden_size
+    copies = 3 if model.add_bias_linear else 2  # the output's bias is weighed like the output
+    each = _mlp_kept(model, model.moe_ffn_hidden_size // cut) + copies * model.hidden_size
     # Whoever has whole experts gets as many fewer tokens: as many as it sends, with experts equally busy.
     return 0 if again else (model.moe_router_topk * each + 2 * model.num_experts) * cut // ranks
 
 
 _ATTENTION = {
     "self_attention": "self_attn", "linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm",
+    "core_attention.softmax_offset": "sinks",
 }  # fmt: skip
 _MLP = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
 
 BLOCKS: Mapping[str, Block] = {
-    "heads": Block(_heads, _heads_kept, _ATTENTION, frozenset({"rotation", "window", "scale"}), _heads_cache),
+    "heads": Block(_heads, _heads_kept, _ATTENTION, frozenset({"rotation", "window", "scale", "sinks"}), _heads_cache),
     "dense": Block(_dense, _dense_kept, _MLP),
     "experts": Block(_experts, _experts_kept, _MLP | {"router": "gate", "experts.local_experts": "experts"}),
 }

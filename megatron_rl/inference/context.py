@@ -11,7 +11,7 @@ from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models.attention.backend import NewTokens
-from megatron_rl.models.attention.plan import PackedPlan, prepared_for, prepared_steps, rotate, turns_at
+from megatron_rl.models.attention.plan import PackedPlan, given, prepared_for, prepared_steps, rotate, turns_at
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.megatron import last_logits_only
@@ -104,7 +104,8 @@ class RolloutContext(BaseInferenceContext):
         return rotate(heads, *self._turns[kind.rotation])
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
         index, kv_format = self._place[layer], self.cache.format
@@ -112,8 +113,8 @@ class RolloutContext(BaseInferenceContext):
             kv_format.calibrate(index, key, value)
         self.cache.write(index, self._slots, key, value)
         if self._prompts is not None:
-            return self._prompts.attend(layer, query, *kv_format.round_trip(index, key, value), kind)
-        return self._attend(query, self.cache, index, self._plans[kind.window])
+            return self._prompts.attend(layer, query, *kv_format.round_trip(index, key, value), kind, sinks)
+        return self._attend(query, self.cache, index, self._plans[kind.window], *given(sinks))
 
     # -- asked by RolloutLayer -----------------------------------------------------------------
 
@@ -129,6 +130,7 @@ class RolloutContext(BaseInferenceContext):
         query_norm: torch.nn.Module | None,
         key_norm: torch.nn.Module | None,
         kind: LayerKind,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `RolloutPlan`."""
         from megatron_rl.models.kernels import rotate_store
@@ -136,7 +138,7 @@ class RolloutContext(BaseInferenceContext):
         cache, index = self.cache, self._place[layer]
         stored = cache.keys[index], cache.values[index], self._slots, *cache.format.scales(index)
         query = rotate_store(mixed, *self._turns[kind.rotation], query_norm, key_norm, *stored)
-        return self._attend(query, cache, index, self._plans[kind.window])
+        return self._attend(query, cache, index, self._plans[kind.window], *given(sinks))
 
     def record_routing(self, layer: int, experts: torch.Tensor) -> None:
         """See `RolloutPlan`."""

@@ -86,7 +86,7 @@ class ExpertOps:
         self, inner: torch.Tensor, shares: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module
     ) -> LinearInput:
         """The activation of ``inner`` [N, 2 F] or [N, F], each row times its share: [N, F] for ``reader``."""
-        if self._fused and config.gated_linear_unit and config.activation_func is functional.silu:
+        if self._fused and has_plain_swiglu(config):
             from megatron_rl.models.kernels import gate_up
 
             return gate_up(inner, packing_for(reader), shares)
@@ -111,12 +111,29 @@ def sorted_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
     return number, order, torch.searchsorted(number, each, right=True, out_int32=True)
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU's approximation by a logistic function; megatron's own is compiled by torch."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def has_plain_swiglu(config: TransformerConfig) -> bool:
+    """Whether the gate is ``silu(gate) * up``, without bounds, without an offset, and by nobody else's kernel."""
+    others = config.use_te_activation_func or config.bias_activation_fusion
+    is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
+    return config.gated_linear_unit and config.activation_func is functional.silu and is_plain and not others
+
+
 def activated(inner: torch.Tensor, shares: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """The activation of ``inner`` [N, 2 F], gates first, or [N, F], times fp32 ``shares`` [N]: [N, F]."""
-    activation = config.activation_func
+    """The activation of ``inner`` [N, 2 F], gates first, or [N, F], times fp32 ``shares`` [N]: [N, F].
+
+    With a bound c and an offset o of the settings, ``activation(min(gate, c)) * (clamp(up, -c, c) + o)``.
+    """
+    activation, bound = config.activation_func, config.activation_func_clamp_value
     if config.gated_linear_unit:
         gate, up = inner.chunk(2, -1)
-        scaled = activation(gate) * up
+        if bound is not None:
+            gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
+        scaled = activation(gate) * (up + config.glu_linear_offset if config.glu_linear_offset else up)
     else:
         scaled = activation(inner)
     return (scaled * shares[:, None]).to(inner.dtype)

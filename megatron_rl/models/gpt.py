@@ -27,6 +27,7 @@ from megatron_rl.models.attention.rotation import rope_tables
 from megatron_rl.models.attention.selection import Attention, checked_attention, requirements_of
 from megatron_rl.models.blocks import BLOCKS
 from megatron_rl.models.blocks.dense import GatedMLP
+from megatron_rl.models.expert_ops import quick_gelu
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters, refuse_buffers
 from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings
@@ -120,6 +121,9 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             layernorm_zero_centered_gamma=shape.apply_layernorm_1p,
             gated_linear_unit=shape.is_gated,
             activation_func=_activation(shape),
+            softmax_type=shape.softmax_type,
+            activation_func_clamp_value=shape.activation_func_clamp_value,
+            glu_linear_offset=shape.glu_linear_offset,
             num_moe_experts=model.num_experts,
             moe_router_dtype=None if model.num_experts is None else "fp32",  # so that near ties fall alike
             moe_token_dispatcher_type="alltoall",  # the other one wants as many tokens on every rank
@@ -151,6 +155,8 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 def _activation(shape: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
     if shape.swiglu:
         return functional.silu
+    if shape.quick_geglu:
+        return quick_gelu
     return functools.partial(functional.gelu, approximate="tanh") if shape.geglu else functional.gelu
 
 

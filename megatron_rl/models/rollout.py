@@ -44,6 +44,7 @@ class RolloutPlan(AttentionPlan, Protocol):
         query_norm: torch.nn.Module | None,
         key_norm: torch.nn.Module | None,
         kind: LayerKind,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norms, rotation, cache and attention of ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
 

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.models.expert_ops import ExpertOps
+from megatron_rl.models.expert_ops import ExpertOps, has_plain_swiglu
 from megatron_rl.quantization.copies import packing_for
 from megatron_rl.quantization.recipe import PackedActivations
 
@@ -207,7 +207,7 @@ class RolloutOps:
         """A plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
         if not config.gated_linear_unit:
             return config.activation_func(inner)
-        if self.fused and config.activation_func is functional.silu:
+        if self.fused and has_plain_swiglu(config):
             from megatron_rl.models.kernels import gate_up
 
             return gate_up(inner, packing_for(reader))

@@ -66,12 +66,21 @@ class LinearKind:
 
 
 class StackedLinear(torch.nn.Module):
-    """A linear of all of a layer's experts on this rank, without biases."""
+    """A linear of all of a layer's experts on this rank. Biases are left to the caller: `biases_of`."""
 
-    def __init__(self, weight: torch.nn.Parameter, tensor_group: dist.ProcessGroup, split: Split) -> None:
-        """``weight`` [E, out, in], of which the ranks of the expert tensor-parallel group have a part each."""
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        tensor_group: dist.ProcessGroup,
+        split: Split,
+        bias: torch.nn.Parameter | None = None,
+    ) -> None:
+        """``weight`` [E, out, in], of which the ranks of the expert tensor-parallel group have a part each.
+
+        ``bias`` [E, out], where that is one rank.
+        """
         super().__init__()
-        self.weight, self.tensor_group, self.split = weight, tensor_group, split
+        self.weight, self.bias, self.tensor_group, self.split = weight, bias, tensor_group, split
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """``tokens`` [T, in] sorted by expert -> [T, out]; ``ends`` [E] int32: where each expert's tokens end.
@@ -79,6 +88,11 @@ class StackedLinear(torch.nn.Module):
         Rows behind the last end are undefined.
         """
         return functional.grouped_mm(tokens, self.weight.transpose(1, 2), offs=ends)
+
+    def biases_of(self, rows: int, ends: torch.Tensor) -> torch.Tensor:
+        """The bias of each row of the product, [rows, out]; the last expert's behind the last end."""
+        each = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+        return self.bias[torch.searchsorted(ends, each, right=True).clamp_max(len(ends) - 1)]
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny import WINDOWS
+from tests.support.tiny import SINKS, WINDOWS
 
 TIED = {"untie_embeddings_and_output_weights": False}
 UNEVEN = {"num_layers": 5}
@@ -49,6 +49,9 @@ CASES: dict[str, dict[str, Any]] = {
     "taught in the loss": TAUGHT | {"rl_teacher_as": "loss", "rl_fused_output_layer": True},
     "more on the last": UNEVEN | {"parallel": {"decoder_first_pipeline_num_layers": 2}},
     "windows": WINDOWS,
+    "sinks": SINKS,
+    "sinks, loop": SINKS | {"no_moe_grouped_gemm": True},
+    "sinks, attention recomputed": SINKS | {"recompute_granularity": "selective"},
     "windows, recomputed": WINDOWS | RECOMPUTED,
     "prompts": PROMPTS,
     "prompts, fused": PROMPTS | FUSED,
@@ -70,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlaps, few, tied": OVERLAP | FEW | TIED,
 }
 REFERENCE = {
+    "sinks, loop": "sinks", "sinks, attention recomputed": "sinks",
     "odd bins": "plain", "distributed": "plain",
     "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
     "experts, loop": "experts", "experts, loop, overlaps": "experts", "experts, distributed": "experts",
@@ -90,7 +94,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         1, {},
         [
             "shared", "shared, fused", "shared, recomputed", "shared, attention recomputed", "shared, experts",
-            "shared, windows",
+            "shared, windows", "sinks, loop", "sinks, attention recomputed",
         ],
     ),
     "DP2": (2, {}, ["shared", "shared, overlaps"]),
@@ -99,7 +103,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, STAGES,
         [
             "plain", "tied", "fused", "recomputed", "experts", "balanced", "balanced by batch", "replayed",
-            "more on the last", "few", "taught", "windows",
+            "more on the last", "few", "taught", "windows", "sinks",
         ],
     ),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught", "windows"]),
@@ -124,7 +128,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ],
     ),
     "TP2 x EP2, ETP1": (
-        2, SHARED | TENSOR | {"expert_tensor_parallel_size": 1}, ["experts", "experts, few", "replayed", "balanced"],
+        2, SHARED | TENSOR | {"expert_tensor_parallel_size": 1},
+        ["experts", "experts, few", "replayed", "balanced", "sinks", "sinks, loop"],
     ),
     "TP2 x EP2, ETP2": (4, SHARED | TENSOR, ["experts", "experts, overlaps, few", "experts, loop"]),
     "EP2 x PP2": (4, SHARED | STAGES, ["experts", "experts, few", "experts, overlaps", "balanced"]),
@@ -137,7 +142,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, CONTEXT,
         [
             "plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught", "windows",
-            "windows, recomputed",
+            "windows, recomputed", "sinks",
         ],
     ),
     "CP2 x TP2, sequence-parallel": (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny import WINDOWS
+from tests.support.tiny import SINKS, WINDOWS
 
 STAGES = {"pipeline_model_parallel_size": 2}
 PAGES = {"attention_backend": "paged"}
@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 on the last stage": {"recipe": "int8", "skip": ["first:2"]},
     "windows": {"flags": WINDOWS, "requests": {"longest_prompt": 20}},
     "windows, int8": {"flags": WINDOWS, "recipe": "int8"},
+    "experts, sinks, int8": {"flags": SINKS, "recipe": "int8", "requests": {"longest_prompt": 20}},
     "windows, prefixes in pages": {
         "flags": WINDOWS | PAGES, "options": {"max_sequence_length": 96, "block_size": 16},
         "requests": {"longest_prompt": 24}, "turns": True,

@@ -14,8 +14,9 @@ from tests.support.generation import (
     rollout_engine,
 )
 from tests.support.scoring import gaps, packed
-from tests.support.tiny import WINDOWS, tiny_config, tiny_policy
+from tests.support.tiny import SINKS, WINDOWS, tiny_config, tiny_policy
 
+LOOP = {"no_moe_grouped_gemm": True}
 BF16_MEAN_GAP, BF16_MAX_GAP = 0.02, 0.15
 """Two bf16 passes may round differently. Measured: megatron-core's engine mean 0.009 and largest 0.06 nats; ours
 5e-7 on a CPU, where its arithmetic is the trainer's."""
@@ -37,9 +38,10 @@ def test_rollout_engine_in_fp32(one_rank, temperature: float, tied: bool) -> Non
 
 @pytest.mark.parametrize("backend", ["sdpa", "paged"])
 @pytest.mark.parametrize("turns", [False, True], ids=["single", "turns"])
-def test_windows_in_fp32(one_rank, backend: str, turns: bool) -> None:
+@pytest.mark.parametrize("shape", [WINDOWS, SINKS, SINKS | LOOP], ids=["windows", "sinks", "sinks, loop"])
+def test_windows_in_fp32(one_rank, backend: str, turns: bool, shape: dict[str, object]) -> None:
     """Layers that attend to six tokens, and others to all; prompts beyond the window, in chunks and from the cache."""
-    policy = tiny_policy(tiny_config(**WINDOWS, num_layers=4, attention_backend=backend, seq_length=96))
+    policy = tiny_policy(tiny_config(**shape, num_layers=4, attention_backend=backend, seq_length=96))
     randomise_vectors(policy)
     engine = rollout_engine(policy, prefill_token_budget=8, max_sequence_length=96)
     requests = ragged_requests(6, num_samples=3, longest_prompt=20, max_new_tokens=24)

@@ -122,7 +122,7 @@ def randomise_vectors(policy: PolicyModel, seed: int = 5) -> None:
     """Give biases and norm weights values: fresh ones are 0 and 1, and would hide a missing term."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in policy.gpt.parameters():
+        for _, parameter in policy.named_parameters():
             if parameter.dim() == 1:
                 noise = torch.randn(parameter.shape, generator=generator) * 0.3
                 parameter.add_(noise.to(parameter.device, parameter.dtype))

@@ -12,14 +12,18 @@ from megatron_rl.inference.kv_cache import PagedCache
 from megatron_rl.models.attention.backend import CacheKernel, NewTokens
 
 
-def naive(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def naive(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """One query ``[heads, D]`` over keys and values ``[K, groups, D]`` -> ``[heads * D]``, in fp64."""
     heads, width = query.shape
     share = heads // keys.shape[1]
     outputs = []
     for head in range(heads):
         scores = keys[:, head // share].double() @ query[head].double() / width**0.5
-        outputs.append(scores.softmax(0) @ values[:, head // share].double())
+        rest = scores.new_empty(0) if sinks is None else sinks[head, None].double()
+        weights = torch.cat((scores, rest)).softmax(0)[: len(scores)]
+        outputs.append(weights @ values[:, head // share].double())
     return torch.cat(outputs)
 
 
@@ -38,10 +42,12 @@ class FilledPages:
         stored: torch.dtype | None = None,
         max_length: int | None = None,
         device: str = "cpu",
+        sinks: Sequence[float] = (),
         seed: int = 0,
     ) -> None:
         self._random = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.width, self.dtype, self.device = list(lengths), heads, width, dtype, device
+        self._sinks = (torch.tensor(sinks, dtype=dtype, device=device),) if sinks else ()
         layers, longest = [LayerCache(groups, width, width)], max_length or max(lengths)
         self.cache = PagedCache(layers, len(lengths), longest, block_size, dtype, torch.device(device), stored)
         order = torch.randperm(self.cache.table.numel(), generator=self._random).view(self.cache.table.shape)
@@ -71,9 +77,9 @@ class FilledPages:
         rows = len(self.lengths)
         query = self.random(rows, 1, self.heads, self.width)
         plan = kernel.prepare_decode(self.cache, self._tensor(self.lengths) - 1, max(*self.lengths, FEWEST_KEYS))
-        actual = kernel.decode(query, self.cache, 0, plan)[:, 0]
-        expected = torch.stack([naive(query[row, 0].float(), *self.known(row)) for row in range(rows)])
-        return actual.double(), expected
+        actual = kernel.decode(query, self.cache, 0, plan, *self._sinks)[:, 0]
+        expected = [naive(query[row, 0].float(), *self.known(row), *self._sinks) for row in range(rows)]
+        return actual.double(), torch.stack(expected)
 
     def extended(self, kernel: CacheKernel, starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """All tokens from ``starts`` on, the last sequence first; as `decoded`."""
@@ -88,12 +94,13 @@ class FilledPages:
             key_length=max(self.lengths),
         )
         query = self.random(sum(counts), 1, self.heads, self.width)
-        actual = kernel.extend(query, self.cache, 0, kernel.prepare_extend(self.cache, new))[:, 0]
+        actual = kernel.extend(query, self.cache, 0, kernel.prepare_extend(self.cache, new), *self._sinks)[:, 0]
         expected, token = [], 0
         for slot, (start, end) in zip(slots, spans, strict=True):
             keys, values = self.known(slot)
             for position in range(start, end):
-                expected.append(naive(query[token, 0].float(), keys[: position + 1], values[: position + 1]))
+                seen = keys[: position + 1], values[: position + 1]
+                expected.append(naive(query[token, 0].float(), *seen, *self._sinks))
                 token += 1
         return actual.double(), torch.stack(expected)
 

@@ -45,6 +45,13 @@ WINDOWS = {
 }  # fmt: skip
 """Changes to `FLAGS`: layers of two kinds, with all that Gemma's have beyond Llama's."""
 
+SINKS = {
+    "window_size": 6, "window_attn_skip_freq": 2, "softmax_type": "learnable", "swiglu": False, "quick_geglu": True,
+    "activation_func_clamp_value": 0.5, "glu_linear_offset": 1, "disable_bias_linear": False, "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+}  # fmt: skip
+"""Changes to `FLAGS`: windows in every other layer, sinks, experts, biases everywhere, bounded gates, as in gpt-oss."""
+
 SHAPES = {
     "grouped, gated, untied": {},
     "tied": {"untie_embeddings_and_output_weights": False},
@@ -57,6 +64,7 @@ SHAPES = {
     "layer norms": {"normalization": "LayerNorm", "qk_layernorm": True},
     "wide heads": {"kv_channels": 12},
     "windows": WINDOWS,
+    "sinks": SINKS,
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
     "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
 }

@@ -6,7 +6,8 @@
     spans    as packed, of a share of the tokens: pieces of sequences against the keys up to their ends
 
 A kernel first prepares a batch, once for all layers: a function that is given the sliding window as one more argument,
-but only where the layers have one (`plan.prepared`).
+but only where the layers have one (`plan.prepared`). Of layers with attention sinks what attends is given them as one
+more argument, [query heads], the logit of each head that takes part in its softmax and attends to nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Requirements:
     """Training runs a share of a packed batch: over context-parallel ranks, or as sequences share beginnings."""
     window: int | None = None
     """Of the layers that attend to the most recent tokens only; None: there are none."""
+    sinks: bool = False
+    """Layers have attention sinks."""
 
 
 class KVCache(Protocol):
@@ -92,7 +95,7 @@ class SpanKernel:
 
     prepare: Callable[..., Any]
     """(`Share`) -> what ``attend`` is given."""
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+    attend: Callable[..., torch.Tensor]
     """(query [W, 1, heads, D], key and value [K, 1, groups, D], prepared) -> [W, 1, heads * D]: K are the keys of each
     span end to end, of which a span's last token sees all, the one before it all but the last."""
 
@@ -103,7 +106,7 @@ class PackedKernel:
 
     prepare: Callable[..., Any]
     """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what ``attend`` is given."""
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+    attend: Callable[..., torch.Tensor]
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
     unfit: Callable[[DeviceFacts, Requirements], str | None] = anywhere
     """Why it cannot do what is required, in words that follow its name; None if it can."""
@@ -111,6 +114,8 @@ class PackedKernel:
     """None: it computes whole sequences only."""
     windows: bool = False
     """It computes sliding windows; ``spans``, too."""
+    sinks: bool = False
+    """It computes attention sinks; ``spans``, too."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,11 @@ class CacheKernel:
     prepare_decode: Callable[..., Any]
     """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them) -> what ``decode`` is
     given."""
-    decode: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
+    decode: Callable[..., torch.Tensor]
     """(query [N, 1, heads, D], cache, index of the layer, prepared) -> [N, 1, heads * D]."""
     prepare_extend: Callable[..., Any]
     """(cache, `NewTokens`) -> what ``extend`` is given."""
-    extend: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
+    extend: Callable[..., torch.Tensor]
     """As ``decode``, with query [T, 1, heads, D]."""
     needs_key_length: bool = True
     """False where ``key_length`` is not used, so that one captured graph serves all lengths."""
@@ -138,6 +143,7 @@ class CacheKernel:
     unfit: Callable[[DeviceFacts, Requirements], str | None] = anywhere
     """As of `PackedKernel`."""
     windows: bool = False
+    sinks: bool = False
 
     @property
     def block_size(self) -> int:

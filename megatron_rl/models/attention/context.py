@@ -22,7 +22,7 @@ from megatron_rl.algorithms.batch import Packing
 from megatron_rl.algorithms.context import Share, repeated
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.backend import PackedKernel
-from megatron_rl.models.attention.plan import PackedPlan, Ropes, prepared_for
+from megatron_rl.models.attention.plan import PackedPlan, Ropes, given, prepared_for
 
 
 @dataclass
@@ -55,24 +55,26 @@ class SharedPromptsPlan(SharePlan):
     """Where sequences share their beginnings."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan`; T is W."""
         keys, values = repeated(torch.cat((key, value), 1), self.share.keys).chunk(2, 1)
-        return self.kernel.spans.attend(query, keys, values, self.prepared[kind.window])
+        return self.kernel.spans.attend(query, keys, values, self.prepared[kind.window], *given(sinks))
 
 
 class ContextPlan(SharePlan):
     """Where context-parallel ranks share sequences."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan`; T is W. Collective, in the backward pass too."""
         kept = _KeysOfAll(key, value, self.share.keys, self.context_group)
         keys, values = _GatheredKeys.apply(key, value, kept)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            output = self.kernel.spans.attend(query, keys, values, self.prepared[kind.window])
+            output = self.kernel.spans.attend(query, keys, values, self.prepared[kind.window], *given(sinks))
         return _GatherAgain.apply(output, kept)
 
 

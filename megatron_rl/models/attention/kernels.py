@@ -17,6 +17,7 @@ A page is a block of the cache; a block, here, the keys that a program reads at 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,18 +77,18 @@ def decode(
     values: torch.Tensor,
     table: torch.Tensor,
     splits: Splits,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
+    scales: Sequence[torch.Tensor] = (),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``query`` [N, 1, heads, D] -> [N, 1, heads * D].
 
-    ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or with fp32 scales [groups] E4M3
-    codes as uint8. ``table`` [at least N, pages of the longest sequence] int32. The host reads nothing. It takes
-    N x heads x splits x D fp32 numbers of memory for a while: 235 MB for 256 rows of a 7B at a limit of 16k.
+    ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or with fp32 ``scales`` [groups] of
+    each E4M3 codes as uint8. ``table`` [at least N, pages of the longest sequence] int32; ``sinks`` [heads]. The host
+    reads nothing. N x heads x splits x D fp32 numbers are held: 235 MB for 256 rows of a 7B at a limit of 16k.
     """
     rows, _, heads, width = query.shape
     _, page_length, groups, _ = keys.shape
-    share, most = heads // groups, splits.most
+    share, most, (key_scales, value_scales) = heads // groups, splits.most, scales or (None, None)
     query = query.contiguous()
     out = torch.empty(rows, 1, heads * width, dtype=query.dtype, device=query.device)
     parts = torch.empty(rows, heads, most, width, dtype=torch.float32, device=query.device)
@@ -104,7 +105,7 @@ def decode(
         num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     sum_kernel[(rows, heads)](
-        parts, figures[0], figures[1], splits.positions, out,
+        parts, figures[0], figures[1], splits.positions, sinks, out, LOG2_E,
         WIDTH=width, SPLIT=splits.length, SPLITS=most, BLOCK_S=_SUMMED, BLOCK_D=block_d, num_warps=2,
     )  # fmt: skip
     return out
@@ -182,9 +183,9 @@ def splits_kernel(
         tl.store(sums + place, total, mask=member < SHARE)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "maxima", "sums"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "maxima", "sums", "sinks"])
 def sum_kernel(
-    parts, maxima, sums, positions, out,
+    parts, maxima, sums, positions, sinks, out, log2_e,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A program is (row, head)."""
@@ -193,6 +194,8 @@ def sum_kernel(
     length = tl.load(positions + row).to(tl.int32) + 1
     column = tl.arange(0, BLOCK_D)
     largest, total = float("-inf"), 0.0
+    if sinks is not None:
+        largest, total = tl.load(sinks + tl.program_id(1)).to(tl.float32) * log2_e, 1.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, (length + SPLIT - 1) // SPLIT, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
@@ -222,8 +225,8 @@ def extend(
     cu_seqlens: torch.Tensor,
     first_positions: torch.Tensor,
     longest: int,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
+    scales: Sequence[torch.Tensor] = (),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``query`` [T, 1, heads, D] of S sequences laid end to end -> [T, 1, heads * D].
 
@@ -232,12 +235,12 @@ def extend(
     """
     tokens, _, heads, width = query.shape
     _, page_length, groups, _ = keys.shape
-    share, block_d = heads // groups, padded_width(width)
+    share, block_d, (key_scales, value_scales) = heads // groups, padded_width(width), scales or (None, None)
     query = query.contiguous()
     out = torch.empty(tokens, 1, heads * width, dtype=query.dtype, device=query.device)
     extend_kernel[(cu_seqlens.shape[0] - 1, groups, triton.cdiv(longest * share, TILE))](
         query, as_floats(keys, key_scales), as_floats(values, value_scales), table, cu_seqlens, first_positions,
-        key_scales, value_scales, out, width**-0.5 * LOG2_E, table.stride(0),
+        key_scales, value_scales, sinks, out, width**-0.5 * LOG2_E, LOG2_E, table.stride(0),
         SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length,
         BLOCK_Q=TILE, BLOCK_K=block_of(page_length), BLOCK_D=block_d,
         num_warps=warps_for(block_d), num_stages=STAGES,
@@ -247,10 +250,11 @@ def extend(
 
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["first_positions", "key_scales", "value_scales"],
+    do_not_specialize_on_alignment=["first_positions", "key_scales", "value_scales", "sinks"],
 )
 def extend_kernel(
-    query, keys, values, table, cu_seqlens, first_positions, key_scales, value_scales, out, scale, table_stride,
+    query, keys, values, table, cu_seqlens, first_positions, key_scales, value_scales, sinks, out,
+    scale, log2_e, table_stride,
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -270,6 +274,8 @@ def extend_kernel(
             scale *= tl.load(key_scales + group)
         largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
+        if sinks is not None:
+            largest, total = tl.load(sinks + group * SHARE + member).to(tl.float32) * log2_e, total + 1.0
         mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         key_length = first + tl.minimum(count, ((tile + 1) * BLOCK_Q + SHARE - 1) // SHARE)
         page = tl.load(table + sequence * table_stride)

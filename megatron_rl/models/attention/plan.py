@@ -26,6 +26,11 @@ def prepared_for(window: int | None, prepare: Callable[..., Any], *batch: Any) -
     return prepare(*batch) if window is None else prepare(*batch, window)
 
 
+def given(sinks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The last argument of what attends, [heads], in layers that have attention sinks; others have none."""
+    return () if sinks is None else (sinks,)
+
+
 def prepared_steps(
     kernel: CacheKernel, window: int | None, cache: KVCache, positions: torch.Tensor, key_length: int
 ) -> Iterator[Any]:
@@ -89,11 +94,12 @@ class AttentionPlan(Protocol):
         ...
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention within each sequence -> ``[T, 1, query_heads * D]``.
 
-        ``layer`` is megatron's 1-based global layer number.
+        ``layer`` is megatron's 1-based global layer number; ``sinks`` [query heads] of a kind that has them.
         """
         ...
 
@@ -142,7 +148,8 @@ class PackedPlan(PackedSeqParams):
         return rotate(heads, *self.turns[kind.rotation])
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan`; differentiable."""
-        return self.kernel.attend(query, key, value, self.prepared[kind.window])
+        return self.kernel.attend(query, key, value, self.prepared[kind.window], *given(sinks))

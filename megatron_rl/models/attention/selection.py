@@ -91,6 +91,7 @@ def requirements_of(config: RLConfig) -> Requirements:
         head_width=cache.key_width,
         spans=config.parallel.context_parallel_size > 1 or config.training.rl_share_prompts,
         window=config.layers.window_size,
+        sinks=config.layers.softmax_type == "learnable",
     )
 
 
@@ -177,6 +178,8 @@ def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requir
         return "computes whole sequences only (--context-parallel-size, --rl-share-prompts)"
     if needed.window is not None and not part.windows:
         return "has no sliding windows (--window-size)"
+    if needed.sinks and not part.sinks:
+        return "has no attention sinks (--softmax-type learnable)"
     return part.unfit(device, needed)
 
 
@@ -190,11 +193,11 @@ def fault_of_packed(
     lengths = (1, 37, 64, 5)
     borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    inputs = _random(sum(lengths), (heads, groups, groups), needed, device)
+    inputs, sinks = _random(sum(lengths), (heads, groups, groups), needed, device), _sinks(needed, heads, device)
 
     def run(tried: PackedKernel) -> torch.Tensor:
         plans = [prepared_for(window, tried.prepare, lengths, borders, positions) for window in _windows(needed)]
-        return torch.cat([tried.attend(*inputs, plan) for plan in plans])
+        return torch.cat([tried.attend(*inputs, plan, *sinks) for plan in plans])
 
     fault = _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), needed.dtype)
     return fault or (_fault_of_spans(kernel, needed, heads, groups, device) if needed.spans else None)
@@ -205,6 +208,11 @@ def _windows(needed: Requirements) -> tuple[int | None, ...]:
     return (None,) if needed.window is None else (None, min(needed.window, 16))
 
 
+def _sinks(needed: Requirements, heads: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """As what attends is given them, from -2 to 2."""
+    return (torch.linspace(-2, 2, heads).to(device, needed.dtype),) if needed.sinks else ()
+
+
 def _fault_of_spans(
     kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
 ) -> str | None:
@@ -212,10 +220,11 @@ def _fault_of_spans(
     share = ContextShare.of((1, 37, 64, 6), rank=1, size=2, device=device)
     (query,) = _random(share.local.numel(), (heads,), needed, device)
     key, value = _random(share.keys.numel(), (groups, groups), needed, device)
+    sinks = _sinks(needed, heads, device)
 
     def run(tried: PackedKernel) -> torch.Tensor:
         plans = [prepared_for(window, tried.spans.prepare, share) for window in _windows(needed)]
-        return torch.cat([tried.spans.attend(query, key, value, plan) for plan in plans])
+        return torch.cat([tried.spans.attend(query, key, value, plan, *sinks) for plan in plans])
 
     return _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), needed.dtype)
 
@@ -231,13 +240,15 @@ def fault_of_cache(
     (query,) = _random(len(lengths), (heads,), needed, device)
     new = _new_tokens(lengths, device)
     (queries,) = _random(new.position_ids.numel(), (heads,), needed, device)
+    sinks = _sinks(needed, heads, device)
 
     def run(tried: CacheKernel) -> torch.Tensor:
         found = []
         for window in _windows(needed):
             decode = prepared_for(window, tried.prepare_decode, cache, positions, max(lengths))
-            found.append(tried.decode(query, cache, 0, decode))
-            found.append(tried.extend(queries, cache, 0, prepared_for(window, tried.prepare_extend, cache, new)))
+            extend = prepared_for(window, tried.prepare_extend, cache, new)
+            found.append(tried.decode(query, cache, 0, decode, *sinks))
+            found.append(tried.extend(queries, cache, 0, extend, *sinks))
         return torch.cat(found)
 
     return _compared(lambda: run(kernel), lambda: run(paged.BACKEND.cache), needed.dtype)

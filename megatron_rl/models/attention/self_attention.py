@@ -50,10 +50,15 @@ class PlannedSelfAttention(SelfAttention):
         query, key = plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind)
         if self.kv_rounding is not None:
             key, value = self.kv_rounding(key, value)
-        attend = functools.partial(plan.attend, self.layer_number, kind=self.kind)
+        attend = functools.partial(plan.attend, self.layer_number, kind=self.kind, sinks=self.sinks)
         if self.training and self.checkpoint_core_attention:
             attend = functools.partial(tensor_parallel.checkpoint, attend, False)
         return self.linear_proj(attend(query, key, value))
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """[query heads of this rank], of a layer whose kind has attention sinks."""
+        return self.core_attention.softmax_offset if self.kind.sinks else None
 
     def scaled(self, query: torch.Tensor) -> torch.Tensor:
         """The queries such that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
@@ -78,7 +83,7 @@ class PlannedSelfAttention(SelfAttention):
 
         Caches are paged, ``[pages, page_length, groups, D]``. Reads lengths on the host.
         """
-        del softmax_offset  # of learned attention sinks, which none of our models has; given from 0.19 on
+        del softmax_offset  # of attention sinks, which are refused with this engine; given from 0.19 on
         page_length = key_cache.shape[1]
         queries = query.reshape(-1, *query.shape[-2:])
         output = torch.zeros_like(queries)

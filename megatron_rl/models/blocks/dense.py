@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.models.blocks import Block
+from megatron_rl.models.expert_ops import has_plain_swiglu
 from megatron_rl.models.rollout_ops import LinearInput, Pending, WholeColumnLinear, WholeRowLinear, call_linear
 
 if TYPE_CHECKING:
@@ -70,13 +71,6 @@ class GatedMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **named)
         inner, bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(swiglu(inner if bias is None else inner + bias))
-
-
-def has_plain_swiglu(config: TransformerConfig) -> bool:
-    """Whether the gate is ``silu(gate) * up``, without bounds, without an offset, and by nobody else's kernel."""
-    others = config.use_te_activation_func or config.bias_activation_fusion
-    is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
-    return config.gated_linear_unit and config.activation_func is functional.silu and is_plain and not others
 
 
 class DenseMLP(Block, GatedMLP):

@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_rl.families import LayerKind
 from megatron_rl.models.blocks import Block
-from megatron_rl.models.expert_ops import Dispatched, ExpertOps, activated
+from megatron_rl.models.expert_ops import Dispatched, ExpertOps, LinearInput, activated
 from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear
 from megatron_rl.models.routing import BalancedRouter, Routing
 from megatron_rl.platform.megatron import submodules_of
@@ -34,7 +34,6 @@ class ExpertLayer(Block, MoELayer):
 
     expects = {
         "moe_shared_expert_intermediate_size": None, "moe_latent_size": None, "moe_apply_probs_on_input": False,
-        "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
         "moe_router_score_function": "softmax",  # of which `BalancePass` makes its losses
         "moe_router_enable_expert_bias": False,  # a buffer: checkpoints and the reference policy have parameters alone
     }  # fmt: skip
@@ -56,6 +55,11 @@ class ExpertLayer(Block, MoELayer):
     def prepare(self, _: LayerKind) -> None:
         self.router.__class__ = BalancedRouter
         self.routing = None
+        for name, parameter in self.experts.named_parameters():
+            # megatron marks the biases of single experts as if tensor-parallel ranks had the same ones.
+            if name.startswith("local_experts.") and name.endswith("linear_fc2.bias"):
+                parameter.sequence_parallel = False
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def replay_routing(self) -> None:
         """From now on rollouts record the experts they choose, and training uses those that its plan has."""
@@ -147,12 +151,18 @@ class GroupedExperts(MegatronModule):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self._halves = 2 if config.gated_linear_unit else 1
 
+        def parameter(*shape: int, cut: int, blocks: int) -> torch.nn.Parameter:
+            values = torch.empty(num_local_experts, *shape, dtype=config.params_dtype, device=device)
+            made = torch.nn.Parameter(values)
+            set_tensor_model_parallel_attributes(made, True, cut, blocks)
+            made.allreduce = config.expert_model_parallel_size == 1  # megatron's mark of what replicas hold alike
+            return made
+
         def stacked(rows: int, columns: int, cut: int) -> StackedLinear:
-            values = torch.empty(num_local_experts, rows, columns, dtype=config.params_dtype, device=device)
-            parameter = torch.nn.Parameter(values)
-            set_tensor_model_parallel_attributes(parameter, True, cut, self._halves if cut == 1 else 1)
-            parameter.allreduce = config.expert_model_parallel_size == 1  # megatron's mark of what replicas hold alike
-            return StackedLinear(parameter, self.tensor_group, "columns" if cut == 1 else "rows")
+            blocks = self._halves if cut == 1 else 1
+            weight = parameter(rows, columns, cut=cut, blocks=blocks)
+            bias = parameter(rows, cut=1, blocks=blocks) if config.add_bias_linear else None
+            return StackedLinear(weight, self.tensor_group, "columns" if cut == 1 else "rows", bias)
 
         self.linear_fc1 = stacked(self._halves * width, config.hidden_size, cut=1)
         """[experts, gate and up, hidden]."""
@@ -165,23 +175,37 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """``tokens`` [N, hidden] sorted by expert -> [N, hidden], each times its fp32 probability."""
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
-        inner = activated(self.linear_fc1(tokens, ends), probabilities, self.config)
-        return self.linear_fc2(inner, ends), None
+        inner = activated(self._read(tokens, ends), probabilities, self.config)
+        return self._written(inner, probabilities, ends), None
 
     def decode(self, given: Dispatched, ops: ExpertOps) -> torch.Tensor:
         """`forward` of a rollout's tokens: [N, hidden]."""
-        inner = self.linear_fc1(given.rows, given.ends)
-        return self.linear_fc2(ops.activate(inner, given.shares, self.config, self.linear_fc2), given.ends)
+        inner = self._read(given.rows, given.ends)
+        opened = ops.activate(inner, given.shares, self.config, self.linear_fc2)
+        return self._written(opened, given.shares, given.ends)
+
+    def _read(self, tokens: LinearInput, ends: torch.Tensor) -> torch.Tensor:
+        product = self.linear_fc1(tokens, ends)
+        if self.linear_fc1.bias is None:
+            return product
+        return product + self.linear_fc1.biases_of(len(product), ends)
+
+    def _written(self, opened: LinearInput, shares: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The second product of what is times its ``shares`` [N] already; the bias is not yet."""
+        product = self.linear_fc2(opened, ends)
+        if self.linear_fc2.bias is None:
+            return product
+        return (product + self.linear_fc2.biases_of(len(product), ends) * shares[:, None]).to(product.dtype)
 
     def parts(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Views of the single experts, under the names that `SequentialMLP` gives them."""
         for expert in range(self._count):
-            for name, stack in (("linear_fc1", self.linear_fc1.weight), ("linear_fc2", self.linear_fc2.weight)):
+            for name, stack in self.named_parameters():
                 part = torch.nn.Parameter(stack.detach()[expert], requires_grad=False)
                 set_tensor_model_parallel_attributes(part, True, stack.partition_dim - 1, stack.partition_stride)
                 if hasattr(stack, "main_grad"):
                     part.main_grad = stack.main_grad[expert]
-                yield f"local_experts.{expert}.{name}.weight", part
+                yield f"local_experts.{expert}.{name}", part
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -210,11 +234,11 @@ class GroupedExperts(MegatronModule):
         state: dict[str, Any] = {}
         replica = (0, 0, self._replica_group.rank())
         for name, halves in (("linear_fc1", self._halves), ("linear_fc2", 1)):
-            stack = getattr(self, name).weight
-            key, build = f"{prefix}experts.{name}", split(halves, stack.partition_dim)
-            state[f"{prefix}{name}.weight"] = ShardedTensorFactory(
-                f"{key}.weight", stack, build, _stacked, replica_id=replica
-            )
+            key = f"{prefix}experts.{name}"
+            for kind, stack in getattr(self, name).named_parameters():
+                state[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(
+                    f"{key}.{kind}", stack, split(halves, stack.partition_dim), _stacked, replica_id=replica
+                )
             for expert in range(self._count):  # without content; a loop over the experts asks for it
                 place = (*sharded_offsets, (axis, first + expert, whole))
                 state[f"{prefix}local_experts.{expert}.{name}._extra_state"] = (
@@ -227,8 +251,8 @@ class GroupedExperts(MegatronModule):
     @staticmethod
     def _name_singly(experts: GroupedExperts, state: dict[str, Any], prefix: str, _: Any) -> None:
         """In a ``state_dict`` experts are single, as `SequentialMLP` has them."""
-        for name in ("linear_fc1", "linear_fc2"):
-            del state[f"{prefix}{name}.weight"]
+        for name, _ in experts.named_parameters():
+            del state[f"{prefix}{name}"]
         state.update({prefix + name: part.detach() for name, part in experts.parts()})
 
     @torch.no_grad()

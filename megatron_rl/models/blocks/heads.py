@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.families import LayerKind
 from megatron_rl.models.attention.self_attention import PlannedSelfAttention
@@ -26,10 +29,27 @@ if TYPE_CHECKING:
     from megatron_rl.models.rollout import RolloutPlan
 
 
-class HeadAttention(Block, PlannedSelfAttention):
-    """megatron's attention, whose rotation, mask and scale are those of the layer's kind."""
+class Sinks(MegatronModule):
+    """Attention sinks, in the place and under the name that megatron's attention keeps them; nothing calls it."""
 
-    expects = {"softmax_type": "vanilla", "attention_output_gate": False, "qk_l2_norm": False}
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For ``dist_checkpointing``: tensor-parallel ranks have a share of the heads each."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+
+
+class HeadAttention(Block, PlannedSelfAttention):
+    """megatron's attention, whose rotation, mask, sinks and scale are those of the layer's kind."""
+
+    expects = {"attention_output_gate": False, "qk_l2_norm": False}
     reader = "linear_qkv"
 
     @staticmethod
@@ -41,7 +61,9 @@ class HeadAttention(Block, PlannedSelfAttention):
     def place(submodules: SelfAttentionSubmodules, config: TransformerConfig) -> None:
         if config.qk_layernorm:
             submodules.q_layernorm = submodules.k_layernorm = TorchNorm
-        if config.context_parallel_size > 1:  # megatron's own, which nothing calls, cannot even be built
+        if config.softmax_type == "learnable":
+            submodules.core_attention = Sinks
+        elif config.context_parallel_size > 1:  # megatron's own, which nothing calls, cannot even be built
             submodules.core_attention = IdentityOp
         if config.tensor_model_parallel_size == 1:
             submodules.linear_qkv, submodules.linear_proj = WholeColumnLinear, WholeRowLinear
@@ -59,9 +81,9 @@ class HeadAttention(Block, PlannedSelfAttention):
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         if plan.stores_heads and self._is_storable:
             mixed = self._mixed(normed)
-            attended = plan.attend_mixed(self.layer_number, mixed, *self._norms, self.kind)
+            attended = plan.attend_mixed(self.layer_number, mixed, *self._norms, self.kind, self.sinks)
         else:
-            attended = plan.attend(self.layer_number, *self._heads(normed, plan), self.kind)
+            attended = plan.attend(self.layer_number, *self._heads(normed, plan), self.kind, self.sinks)
         return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
 
     def _mixed(self, normed: LinearInput) -> torch.Tensor:

@@ -101,6 +101,28 @@ def test_a_backend_without_windows_is_refused_by_name_and_passed_over() -> None:
     assert choose("auto", HOPPER, replace(BF16, window=512)).cache_name != "triton_paged"
 
 
+def test_a_backend_without_sinks_is_refused_by_name_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    needed = replace(BF16, sinks=True)
+    with pytest.raises(ConfigError, match="flash has no attention sinks .--softmax-type learnable"):
+        choose("flash", HOPPER, needed)
+    chosen = choose("auto", HOPPER, needed)
+    assert (chosen.packed_name, chosen.cache_name) == ("sdpa", "triton_paged")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_self_check_sees_sinks_that_are_forgotten(window: int | None) -> None:
+    needed = Requirements(torch.float32, torch.float32, 16, spans=True, window=window, sinks=True)
+    packed, cache, shape = BACKENDS.get("sdpa").packed, BACKENDS.get("paged").cache, (4, 2, torch.device("cpu"))
+    assert fault_of_packed(packed, needed, *shape) is fault_of_cache(cache, needed, *shape) is None
+    deaf = [replace(packed, attend=lambda *given: packed.attend(*given[:4]))]
+    deaf.append(replace(packed, spans=replace(packed.spans, attend=lambda *given: packed.spans.attend(*given[:4]))))
+    assert all("computes something else" in fault_of_packed(one, needed, *shape) for one in deaf)
+    for name in ("decode", "extend"):
+        forgets = replace(cache, **{name: lambda *given, name=name: getattr(cache, name)(*given[:4])})
+        assert "computes something else" in fault_of_cache(forgets, needed, *shape)
+
+
 def _forgets_the_window(backend: Backend):
     return lambda query, key, value, call: backend.packed.attend(
         query, key, value, functools.partial(call, window_size=(-1, 0))

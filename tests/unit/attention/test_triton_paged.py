@@ -73,6 +73,10 @@ class KernelChecks:
         pages = self.pages([length, 1], block_size=block_size, max_length=1300, heads=2, groups=1)
         self.check(pages, starts=[max(0, length - 3), 0])
 
+    @pytest.mark.parametrize(("dtype", "lengths"), [(torch.float32, [1, 300, 17, 1300]), (torch.bfloat16, [90, 3])])
+    def test_sinks(self, dtype, lengths):
+        self.check(self.pages(lengths, block_size=64, dtype=dtype, sinks=[-3.0, 0.0, 2.0, 5.0]))
+
     def test_more_splits_than_are_added_up_at_once(self):
         pages = self.pages([4700, 3], block_size=64, heads=2, groups=1)
         torch.testing.assert_close(*pages.decoded(self.kernel), **self.fp32)

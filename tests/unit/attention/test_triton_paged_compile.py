@@ -39,12 +39,15 @@ def pointers(codes: bool) -> dict[str, str]:
     fp32 = dict.fromkeys(("key_scales", "value_scales", "parts", "maxima", "sums"), "*fp32")
     integers = dict.fromkeys(("table", "cu_seqlens", "items", "count"), "*i32")
     positions = dict.fromkeys(("positions", "first_positions"), "*i64")
-    numbers = {"query": "*bf16", "out": "*bf16", "keys": stored, "values": stored, "scale": "fp32"}
-    return numbers | fp32 | integers | positions
+    numbers = {"query": "*bf16", "out": "*bf16", "sinks": "*bf16", "keys": stored, "values": stored}
+    return numbers | {"scale": "fp32", "log2_e": "fp32"} | fp32 | integers | positions
 
 
 def without_scales(codes: bool) -> dict[str, None]:
     return {} if codes else dict.fromkeys(("key_scales", "value_scales"))
+
+
+SINKS = pytest.mark.parametrize("sinks", [{"sinks": None}, {}], ids=["", "sinks"])
 
 
 def in_flight(made: Compiled) -> int:
@@ -66,10 +69,11 @@ def test_decode(share, groups, width, codes):
     assert width > 128 or made.programs_at_once >= PROGRAMS_PER_PROCESSOR
 
 
-def test_sum():
+@SINKS
+def test_sum(sinks):
     from megatron_rl.models.attention.kernels import sum_kernel
 
-    constants = {"WIDTH": 128, "SPLIT": 256, "SPLITS": 64, "BLOCK_S": 16, "BLOCK_D": 128}
+    constants = {"WIDTH": 128, "SPLIT": 256, "SPLITS": 64, "BLOCK_S": 16, "BLOCK_D": 128} | sinks
     made = compile_for_hopper(sum_kernel, pointers(False), constants, num_warps=2)
     assert "ex2" in made.ptx
     assert made.resources.spilled == 0
@@ -83,12 +87,13 @@ def test_find():
 
 
 @MODELS
-def test_extend(share, groups, width, codes):
+@SINKS
+def test_extend(share, groups, width, codes, sinks):
     from megatron_rl.models.attention.kernels import STAGES, TILE, extend_kernel, warps_for
 
     constants = SHAPE | {"SHARE": share, "GROUPS": groups, "WIDTH": width, "BLOCK_D": width, "BLOCK_Q": TILE}
     made = compile_for_hopper(
-        extend_kernel, pointers(codes), constants | without_scales(codes),
+        extend_kernel, pointers(codes), constants | without_scales(codes) | sinks,
         num_warps=warps_for(width), num_stages=STAGES,
     )  # fmt: skip
     assert "wgmma.mma_async" in made.ptx
@@ -102,8 +107,8 @@ def test_extend(share, groups, width, codes):
     [
         ("find_kernel", {"positions": 72}),
         ("splits_kernel", {"positions": 72, "key_scales": 68, "value_scales": 72, "maxima": 68, "sums": 76}),
-        ("sum_kernel", {"positions": 72, "maxima": 68, "sums": 76}),
-        ("extend_kernel", {"first_positions": 72, "key_scales": 68, "value_scales": 72}),
+        ("sum_kernel", {"positions": 72, "maxima": 68, "sums": 76, "sinks": 66}),
+        ("extend_kernel", {"first_positions": 72, "key_scales": 68, "value_scales": 72, "sinks": 66}),
     ],
 )
 def test_a_pointer_in_the_middle_of_a_buffer_needs_no_second_kernel(kernel, unaligned):

@@ -21,7 +21,8 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
     [
         (1, {"moe_router_topk": "5"}, ["--moe-router-topk 5", "--num-experts 4", "at most 4"]),
         (1, {"moe_router_topk": "1"}, ["--moe-router-topk 1", "add --moe-router-pre-softmax"]),
-        (1, {"disable_bias_linear": None}, ["biases", "--disable-bias-linear"]),
+        (4, SHARED | TENSOR | {"disable_bias_linear": None},
+         ["biases", "--expert-tensor-parallel-size 1", "--expert-model-parallel-size 2", "or --disable-bias-linear"]),
         (2, {"tensor_model_parallel_size": "2"}, ["needs --sequence-parallel"]),
         (2, {"tensor_model_parallel_size": "2", "sequence_parallel": True, "moe_ffn_hidden_size": "33"},
          ["--moe-ffn-hidden-size 33", "use 32 or 34"]),
@@ -69,6 +70,7 @@ def test_recomputing_the_experts_alone_is_not_a_choice(command) -> None:
 
 def test_what_goes_together_is_fine(problems) -> None:
     assert problems(1, **MIXTURE) == []
+    assert problems(1, **MIXTURE | {"disable_bias_linear": None}) == []
     assert problems(2, **MIXTURE, tensor_model_parallel_size="2", sequence_parallel=True) == []
     assert problems(2, **MIXTURE, expert_model_parallel_size="2", rl_rollout_quantization="int8") == []
     assert problems(4, **MIXTURE, expert_model_parallel_size="2", pipeline_model_parallel_size="2") == []

@@ -161,7 +161,7 @@ def test_a_rollout_first_does_not_spoil_training(one_rank: ParallelGroups) -> No
         ({"moe_shared_expert_intermediate_size": 24}, True),
         ({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, True),
         ({"activation_func_clamp_value": 7.0}, False),
-        ({"softmax_type": "learnable"}, False),
+        ({"attention_output_gate": True}, False),
     ],
 )
 def test_what_only_megatrons_training_computes_is_refused(setting: dict[str, object], experts: bool) -> None:

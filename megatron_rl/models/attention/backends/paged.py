@@ -27,11 +27,12 @@ def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor
     return table[:, : -(-key_length // cache.block_size)].long()
 
 
-def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
+def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan, *sinks: torch.Tensor) -> torch.Tensor:
     kept = (stored[layer][plan.where].flatten(1, 2).transpose(1, 2) for stored in (cache.keys, cache.values))
-    return plan.attend(query, *cache.format.unpack(layer, *kept))
+    return plan.attend(query, *cache.format.unpack(layer, *kept), *sinks)
 
 
 BACKEND = Backend(
-    "paged", anywhere, None, CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend, windows=True)
+    "paged", anywhere, None,
+    CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend, windows=True, sinks=True),
 )

@@ -33,34 +33,48 @@ from megatron_rl.models.attention.padded import BUCKET_CELLS, CUDA_BUCKET_CELLS,
 
 EXPLICIT_LENGTH = 256
 """Longest row for which the CPU spells the product out; beyond it the flash kernel wins time and memory."""
+SINK_WIDTH = 8
+"""By so much heads are wider for torch's kernels where there are attention sinks."""
 QUERIES_AT_ONCE = 512
 """Of a long span: the mask has as many rows, and keys beyond the last of them are not looked at. Not tuned."""
 
 
-def packed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets, *sinks: torch.Tensor
+) -> torch.Tensor:
     """See `PackedKernel.attend`."""
     if len(buckets.rows) == 1:
-        return padded_attention(query, key, value, buckets.rows[0], buckets.window)
+        return padded_attention(query, key, value, buckets.rows[0], buckets.window, *sinks)
     # split and cat: the gradient of a slice would be a zeroed copy of the whole for every bucket.
     parts = (packed.split(buckets.tokens) for packed in (query, key, value))
-    return torch.cat([padded_attention(*part, buckets.window) for part in zip(*parts, buckets.rows, strict=True)])
+    outputs = [padded_attention(*part, buckets.window, *sinks) for part in zip(*parts, buckets.rows, strict=True)]
+    return torch.cat(outputs)
 
 
 def padded_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows, window: int | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PaddedRows,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One bucket, ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``.
+    """One bucket, ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``; ``sinks`` [heads].
 
     A padding cell is a copy of token 0 behind the sequence's end: causality keeps it from every
     real token, and its own output is never gathered.
     """
     padded = rows.pad(query), rows.pad(key), rows.pad(value)
     if query.device.type == "cpu" and rows.longest <= EXPLICIT_LENGTH:
-        return rows.unpad(attend_heads(*padded, causal_mask(rows.longest, query.dtype, window)))
+        return rows.unpad(attend_heads(*padded, causal_mask(rows.longest, query.dtype, window), sinks))
     if window is not None and window < rows.longest:
-        return rows.unpad(_windowed_attention(*padded, window))
-    output = functional.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
-    return rows.unpad(output)
+        return rows.unpad(_windowed_attention(*padded, window, sinks))
+    if sinks is None:
+        return rows.unpad(functional.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True))
+    query, key, value = _beside_sinks(*padded, sinks)
+    query = functional.pad(query, (0, 0, 1, 0))  # a token for the sink's key, so that all see what is before them
+    output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=1.0)
+    return rows.unpad(output[:, :, 1:, :-SINK_WIDTH])
 
 
 def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
@@ -69,7 +83,9 @@ def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> t
     return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
 
-def _windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+def _windowed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """``[B, heads, L, D]`` -> the same: some queries at a time, against no more keys than they see."""
     parts, end = [], 0
     for part in query.split(QUERIES_AT_ONCE, dim=2):
@@ -77,18 +93,49 @@ def _windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         first = max(0, start - window + 1)
         positions = torch.arange(start - first, end - first, device=query.device)
         mask = hide_keys(positions, end - first, query.dtype, window)
-        parts.append(_masked(part, key[:, :, first:end], value[:, :, first:end], mask))
+        parts.append(_masked(part, key[:, :, first:end], value[:, :, first:end], mask, sinks))
     return torch.cat(parts, 2)
 
 
-def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+def _masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    if sinks is None:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    query, key, value = _beside_sinks(query, key, value, sinks)
+    mask = functional.pad(mask, (1, 0))  # every token sees the sink
+    output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, scale=1.0)
+    return output[..., :-SINK_WIDTH]
 
 
-def attend_one_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _beside_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make ``sinks`` [heads] a key of value 0 before the others, as torch's kernels know none; scores are scaled.
+
+    Queries and keys get one more number, of a query its head's sink, of the first key 1, of the others 0. Kernels on
+    CUDA want heads of a multiple of eight, so it is eight numbers, seven of them 0.
+    """
+    rows, heads, length, width = query.shape
+    own = functional.pad(sinks.to(query.dtype)[:, None], (0, SINK_WIDTH - 1))
+    query = torch.cat((query * width**-0.5, own[None, :, None].expand(rows, heads, length, SINK_WIDTH)), -1)
+    key, value = (functional.pad(each, (0, SINK_WIDTH, 1, 0)) for each in (key, value))
+    first = torch.zeros_like(key[0, 0])
+    first[0, width] = 1
+    return query, key + first, value
+
+
+def attend_one_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One new token a row -> ``[N, 1, query_heads * D]``.
 
-    ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive.
+    ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive; ``sinks``
+    [query_heads].
     Query heads of a group are folded into the query length, so the cache is read once a group and never expanded.
     Not differentiable.
     """
@@ -100,17 +147,27 @@ def attend_one_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     torch.mul(query.reshape(rows, groups, share, width), width**-0.5, out=folded[:, :, :share])
     # As `attend_heads`, spelt with bmm: of its views and expansions nothing is needed here.
     scores = torch.bmm(folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
-    scores.view(rows, groups, -1, keys).add_(mask)
-    weights = scores.float().softmax(-1).to(value.dtype)
+    each = scores.view(rows, groups, -1, keys).add_(mask)
+    if sinks is None:
+        weights = scores.float().softmax(-1).to(value.dtype)
+    else:
+        own = functional.pad(sinks.view(groups, share, 1), (0, 0, 0, folded.shape[2] - share))
+        weights = _softmax(each, own, value.dtype).flatten(0, 1)
     output = torch.bmm(weights, value.flatten(0, 1)).view(rows, groups, -1, width)
     return output[:, :, :share].reshape(rows, 1, heads * width)
 
 
-def attend_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def attend_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32, differentiable: several tokens a row.
 
-    ``query`` [B, heads, L, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` [L, K] or [B, 1, L, K] additive
-    -> ``[B, heads, L, D]``.
+    ``query`` [B, heads, L, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` [L, K] or [B, 1, L, K] additive,
+    ``sinks`` [heads] -> ``[B, heads, L, D]``.
     """
     count, heads, length, width = query.shape
     groups = key.shape[1]
@@ -118,8 +175,21 @@ def attend_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
     folded = query.reshape(count, groups, share * length, width)
     repeated = mask.repeat(*(1 for _ in mask.shape[:-2]), share, 1)
     scores = torch.matmul(folded * width**-0.5, key.transpose(-1, -2)).add_(repeated)
-    weights = scores.float().softmax(-1).to(value.dtype)
+    if sinks is None:
+        weights = scores.float().softmax(-1).to(value.dtype)
+    else:
+        own = sinks.view(groups, share, 1, 1).expand(-1, -1, length, -1)
+        weights = _softmax(scores, own.reshape(groups, share * length, 1), value.dtype)
     return torch.matmul(weights, value).view(count, heads, length, width)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of ``scores`` [B, groups, R, K] and the ``sinks`` [groups, R, 1] beside them, whose shares nobody gets.
+
+    They come first: behind the keys, how many are hidden would change the order of the sum, and so its last bits.
+    """
+    own = sinks.float().expand(len(scores), *sinks.shape)
+    return torch.cat((own, scores.float()), -1).softmax(-1)[..., 1:].to(dtype)
 
 
 def hide_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
@@ -143,11 +213,13 @@ class CachePlan:
     """[N, 1, 1 or longest, keys], 0 or -inf."""
     rows: PaddedRows | None = None
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``query`` [T, 1, heads, D] against what was read, [N, groups, keys, D]."""
         if self.rows is None:
-            return attend_one_token(query, keys, values, self.mask)
-        return self.rows.unpad(attend_heads(self.rows.pad(query), keys, values, self.mask))
+            return attend_one_token(query, keys, values, self.mask, sinks)
+        return self.rows.unpad(attend_heads(self.rows.pad(query), keys, values, self.mask, sinks))
 
 
 def plan_decode(
@@ -177,16 +249,18 @@ class _Spans:
     mask: torch.Tensor | None = None
     """Of a long one: fp32, 0 or -inf, for the last queries and keys there are in any span."""
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``query`` [queries, 1, heads, D], ``key`` and ``value`` [keys, 1, groups, D] -> [queries, 1, heads * D]."""
         if self.padded is not None:
-            return self.padded.attend(query, self.key_rows.pad(key), self.key_rows.pad(value))
+            return self.padded.attend(query, self.key_rows.pad(key), self.key_rows.pad(value), sinks)
         query, key, value = (packed.permute(1, 2, 0, 3) for packed in (query, key, value))
         parts, seen = [], self.keys - self.queries
         for part in query.split(self.mask.shape[0], dim=2):
             seen += part.shape[2]
             mask = self.mask[-part.shape[2] :, -seen:].to(query.dtype)
-            parts.append(_masked(part, key[:, :, :seen], value[:, :, :seen], mask))
+            parts.append(_masked(part, key[:, :, :seen], value[:, :, :seen], mask, sinks))
         return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
 
@@ -222,11 +296,13 @@ def _rows_of(lengths: Sequence[int], device: torch.device) -> PaddedRows:
     return PaddedRows.build(lengths, borders)
 
 
-def attend_spans(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]) -> torch.Tensor:
+def attend_spans(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans], *sinks: torch.Tensor
+) -> torch.Tensor:
     """See `SpanKernel.attend`."""
     queries = query.split([part.queries for part in spans])
     keys, values = (packed.split([part.keys for part in spans]) for packed in (key, value))
-    return torch.cat([part.attend(*own) for part, *own in zip(spans, queries, keys, values, strict=True)])
+    return torch.cat([part.attend(*own, *sinks) for part, *own in zip(spans, queries, keys, values, strict=True)])
 
 
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> CachePlan:
@@ -248,7 +324,7 @@ def _prepare_steps(cache: KVCache, positions: torch.Tensor, key_length: int) -> 
         yield CachePlan(whole.where, whole.mask[..., : min(key_length + step, longest)])
 
 
-def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
+def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan, *sinks: torch.Tensor) -> torch.Tensor:
     """Of the first rows the cache is read in its place, of any rows a copy."""
     length = plan.mask.shape[-1]
     keys, values = cache.keys[layer].narrow(2, 0, length), cache.values[layer].narrow(2, 0, length)
@@ -256,15 +332,18 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) ->
         keys, values = keys.narrow(0, 0, plan.where), values.narrow(0, 0, plan.where)
     else:
         keys, values = keys.index_select(0, plan.where), values.index_select(0, plan.where)
-    return plan.attend(query, *cache.format.unpack(layer, keys, values))
+    return plan.attend(query, *cache.format.unpack(layer, keys, values), *sinks)
 
 
 BACKEND = Backend(
     name="sdpa",
     problem=anywhere,
-    packed=PackedKernel(Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans), windows=True),
+    packed=PackedKernel(
+        Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans), windows=True, sinks=True
+    ),
     cache=CacheKernel(
-        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_steps=_prepare_steps, windows=True
+        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_steps=_prepare_steps, windows=True,
+        sinks=True,
     ),
     packed_rank=1,
     cache_rank=1,

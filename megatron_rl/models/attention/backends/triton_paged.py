@@ -26,10 +26,11 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
     return find_splits(positions, cache.table.shape[1] * cache.block_size)
 
 
-def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
+def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits, *sinks: torch.Tensor) -> torch.Tensor:
     from megatron_rl.models.attention.kernels import decode
 
-    return decode(query, cache.keys[layer], cache.values[layer], cache.table, plan, *cache.format.scales(layer))
+    stored = cache.keys[layer], cache.values[layer], cache.table
+    return decode(query, *stored, plan, cache.format.scales(layer), *sinks)
 
 
 def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -38,10 +39,12 @@ def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch
     return cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)
 
 
-def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any]) -> torch.Tensor:
+def _extend(
+    query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any], *sinks: torch.Tensor
+) -> torch.Tensor:
     from megatron_rl.models.attention.kernels import extend
 
-    return extend(query, cache.keys[layer], cache.values[layer], *plan, *cache.format.scales(layer))
+    return extend(query, cache.keys[layer], cache.values[layer], *plan, cache.format.scales(layer), *sinks)
 
 
 def _problem(device: DeviceFacts) -> str | None:
@@ -67,7 +70,7 @@ BACKEND = Backend(
     packed=None,
     cache=CacheKernel(
         "blocks", _prepare_decode, _decode, _prepare_extend, _extend, block_multiple=16, needs_key_length=False,
-        unfit=_unfit,
+        unfit=_unfit, sinks=True,
     ),
     cache_rank=3,
 )
