@@ -10,5 +10,5 @@ NNODES=${NNODES:-2}
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Base}
 
 launch --config examples/qwen3_30b_a3b_fp8/dapo.yaml --load-hf "$MODEL" --run-dir "$RUN_DIR" \
-    --fp8-format e4m3 --fp8-recipe blockwise \
+    --fp8-format e4m3 --fp8-recipe blockwise --rl-rollout-quantization fp8_block --rl-train-backward quantized \
     --grpo-prompts-per-step 128 --rl-oversampling 384 --train-iters 1000 --eval-interval 10 "$@"

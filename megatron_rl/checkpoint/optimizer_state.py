@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_rl.errors import CheckpointError
 from megatron_rl.platform.megatron import groups_known_by_what_they_are, step_counters_offered
 from megatron_rl.trainer.optimizer import Optimization
+from megatron_rl.trainer.precision_aware import PrecisionAwareAdamW
 
 
 def make_room(optimization: Optimization) -> None:
@@ -91,10 +92,42 @@ def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
         stack.enter_context(_settings_kept(optimization))
         stack.enter_context(groups_known_by_what_they_are())
         for part in optimization.optimizer.chained_optimizers:
-            if isinstance(part, DistributedOptimizer):
+            if isinstance(part, DistributedOptimizer) and not isinstance(part.optimizer, PrecisionAwareAdamW):
                 stack.enter_context(step_counters_offered(part))
+        stack.enter_context(moments_in_fp32(optimization))
         optimization.optimizer.load_state_dict(state)
     separate_step_counters(optimization)
+
+
+@contextlib.contextmanager
+def moments_in_fp32(optimization: Optimization) -> Iterator[None]:
+    """Inside, megatron reads and writes fp32 numbers of moments that are stored in bf16 or FP8.
+
+    So a checkpoint is of no dtype and no layout of theirs, and another run may keep them in another one.
+    """
+    parts = [p for p in optimization.optimizer.chained_optimizers if isinstance(p.optimizer, PrecisionAwareAdamW)]
+
+    def offer(part: DistributedOptimizer) -> None:
+        def main(parameter: torch.nn.Parameter) -> torch.Tensor:
+            group, place = part.model_param_group_index_map[parameter]
+            return part.optimizer.param_groups[group]["params"][place]
+
+        def read(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+            return {"param": main(parameter), **part.optimizer.read_moments(main(parameter))}
+
+        def write(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+            main(parameter).copy_(tensors["param"])
+            part.optimizer.write_moments(main(parameter), tensors)
+
+        part._get_main_param_and_optimizer_states, part._set_main_param_and_optimizer_states = read, write
+
+    for part in parts:
+        offer(part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._get_main_param_and_optimizer_states, part._set_main_param_and_optimizer_states
 
 
 @contextlib.contextmanager

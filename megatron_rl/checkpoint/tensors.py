@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.dist_files import OF_CRITIC
 from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, topology_of
-from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room
+from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room, moments_in_fp32
 from megatron_rl.checkpoint.saving import ResultQueue, succeed_on_all_ranks
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.errors import CheckpointError, cut
@@ -110,7 +110,7 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
     }
     if optimization is not None:
         models = state["model"] if len(policy.chunks) == 1 else dict(state)
-        with parameters_where_they_lie(optimization.optimizer):
+        with parameters_where_they_lie(optimization.optimizer), moments_in_fp32(optimization):
             state["optimizer"] = optimization.optimizer.sharded_state_dict(
                 models, is_loading=loading, metadata=metadata
             )

@@ -34,6 +34,16 @@ class PrecisionConfig:
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = flag(None)
     """How fp8 training scales its numbers: blockwise, in tiles of 128 x 128 with powers of two; tensorwise, one scale
     a tensor, on layers of transformer_engine only."""
+    use_precision_aware_optimizer: bool = flag(False)
+    """Keep Adam's moments in --exp-avg-dtype and --exp-avg-sq-dtype. Needs --use-distributed-optimizer."""
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32")
+    """Dtype of Adam's running mean of gradients; fp8 is E4M3 with a scale per 128 numbers."""
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32")
+    """Dtype of Adam's running mean of squared gradients; fp8 stores its square root."""
+    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", only="gradients are clipped and applied in fp32")
+    """Dtype of the gradients that the optimizer applies."""
+    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", only="updates are far smaller than a step of fp16")
+    """Dtype of the main parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,9 @@ class QuantizationConfig:
     head)."""
     rl_train_forward: Literal["plain", "quantized"] = flag("plain")
     """With quantized, the trainer's forward pass uses the rollouts' quantized weights and activations too."""
+    rl_train_backward: Literal["plain", "quantized"] = flag("plain")
+    """With quantized, and --rl-train-forward quantized, the backward pass multiplies numbers in the rollouts' format
+    too."""
     rl_evaluate_unquantized: bool = flag(False)
     """Run evaluations without quantization. By default they use the rollouts' format."""
     rl_mismatch_action: Literal["warn", "stop", "fallback"] = flag("warn")
@@ -108,6 +121,23 @@ def _engine_fp8(config: RLConfig) -> Iterator[Finding]:
         yield "fp8_format", "without --bf16: fp8 products come out in bf16; add --bf16"
 
 
+def moment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """`--use-precision-aware-optimizer`, and dtypes that do nothing without it."""
+    precision, flag_ = config.precision, "use_precision_aware_optimizer"
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = getattr(precision, name)
+        if dtype == "fp16":
+            yield name, "is not built: squared gradients underflow in fp16; use bf16"
+        elif dtype != "fp32" and not precision.use_precision_aware_optimizer:
+            yield name, "needs --use-precision-aware-optimizer beside it; add it"
+    if not precision.use_precision_aware_optimizer:
+        return
+    if config.optimizer.optimizer != "adam":
+        yield flag_, f"with --optimizer {config.optimizer.optimizer}, which has no such moments; use --optimizer adam"
+    elif not config.parallel.use_distributed_optimizer:
+        yield flag_, "needs --use-distributed-optimizer beside it; add it"
+
+
 def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What layers of Transformer Engine are not built for."""
     if config.kernels.transformer_impl != "transformer_engine":
@@ -124,6 +154,8 @@ def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if settings.rl_quantization_skip and plain:
         yield "rl_quantization_skip", "without --rl-rollout-quantization has nothing to skip; leave it out"
     if settings.rl_train_forward != "quantized":
+        if settings.rl_train_backward == "quantized":
+            yield "rl_train_backward", "without --rl-train-forward quantized; add it, or leave this out"
         return
     if plain:
         yield "rl_train_forward", "has nothing to quantise with; give --rl-rollout-quantization, for example int8"

@@ -284,7 +284,8 @@ def _implied(config: RLConfig) -> dict[str, Any]:
         values |= {name: value for name, value in aligned.items() if name in unset}
     if config.training.eval_only:  # it takes weights and no step: what only training needs has any value
         values |= {"perform_rl_step": False, "train_samples": None, "train_iters": 1, "eval_interval": 1}
-        values |= {"rl_router_replay": False, "rl_train_forward": "plain", "finetune": True, "resume": False}
+        values |= {"rl_router_replay": False, "rl_train_forward": "plain", "rl_train_backward": "plain"}
+        values |= {"finetune": True, "resume": False}
         values |= {"lr": config.optimizer.lr or 1.0}
     return values
 

@@ -110,6 +110,8 @@ class QuantizedMatrix:
     """Which dimension they share."""
     expert: int | None = None
     """Its place in a stack."""
+    quantizes_gradients: bool = False
+    """The backward pass multiplies quantised numbers, too."""
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -142,11 +144,11 @@ class _InPlaceOfForward:
 class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
     """A column- or row-parallel linear and its quantised weight."""
 
-    def __init__(self, name: str, module: torch.nn.Module, recipe: Recipe) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, recipe: Recipe, quantizes_gradients: bool = False) -> None:
         """``module``: one that has a `LinearKind`."""
         self.kind = kind = LinearKind.of(module)
         weight = recipe.allocate(module.weight.shape, module.weight.device)
-        super().__init__(name, module, recipe, weight, kind.group, kind.split)
+        super().__init__(name, module, recipe, weight, kind.group, kind.split, None, quantizes_gradients)
         self._exchanging = kind.group if kind.exchanges else None
         self.calls = 0
         """Forward passes through the quantised product; replays of a captured graph are not among them."""
@@ -196,7 +198,9 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
 class QuantizedStack(_InPlaceOfForward):
     """A stack of experts, its copy, and the experts' parts of it."""
 
-    def __init__(self, names: Sequence[str], module: StackedLinear, recipe: Recipe) -> None:
+    def __init__(
+        self, names: Sequence[str], module: StackedLinear, recipe: Recipe, quantizes_gradients: bool = False
+    ) -> None:
         """``names`` of the linears of all its experts, in order."""
         if len(names) < len(module.weight):
             text = f"of experts that are one product, {names[0]} is to be quantised and others are not"
@@ -205,7 +209,9 @@ class QuantizedStack(_InPlaceOfForward):
         self.weight = recipe.allocate(module.weight.shape, module.weight.device)
         group = _shared(module.tensor_group)
         self.experts = [
-            QuantizedMatrix(name, module, recipe, self.weight.of_expert(index), group, module.split, expert=index)
+            QuantizedMatrix(
+                name, module, recipe, self.weight.of_expert(index), group, module.split, index, quantizes_gradients
+            )
             for index, name in enumerate(names)
         ]
 
@@ -242,14 +248,14 @@ def packing_for(module: torch.nn.Module) -> Packing | None:
 
 
 class StraightThrough(torch.autograd.Function):
-    """The quantised product, differentiated as a product of the dequantised numbers.
+    """The quantised product, differentiated as a product of the dequantised numbers, or by the recipe's own products.
 
     The estimator of https://arxiv.org/abs/1308.3432 for both roundings.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedMatrix) -> torch.Tensor:
-        """``weight`` is not read: it is here to receive its gradient."""
+        """``weight`` is not multiplied: it is here to receive its gradient."""
         ctx.save_for_backward(x)
         ctx.layer = layer
         return layer.recipe.matmul(x, layer.weight)
@@ -259,11 +265,28 @@ class StraightThrough(torch.autograd.Function):
         """Of input and weight, where they are wanted."""
         (x,) = ctx.saved_tensors
         layer: QuantizedMatrix = ctx.layer
-        of_input = of_weight = None
-        if ctx.needs_input_grad[0]:
-            weight = layer.recipe.dequantize(layer.weight).to(gradient.dtype)
-            of_input = torch.matmul(gradient, weight)
-        if ctx.needs_input_grad[1]:
-            seen = layer.recipe.round_trip(x, layer.weight)
-            of_weight = gradient.reshape(-1, gradient.shape[-1]).t() @ seen.reshape(-1, seen.shape[-1])
-        return of_input, of_weight, None
+        dy, tokens = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        products = _quantized_products if layer.quantizes_gradients and len(tokens) else _dequantized_products
+        of_input, of_weight = products(dy, tokens, layer, ctx.needs_input_grad)
+        return None if of_input is None else of_input.view(x.shape), of_weight, None
+
+
+_Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of input [T, K] and weight [N, K], where they are wanted."""
+
+
+def _dequantized_products(
+    dy: torch.Tensor, x: torch.Tensor, layer: QuantizedMatrix, wanted: Sequence[bool]
+) -> _Gradients:
+    """Products of the numbers that the forward pass multiplied, in the dtype of ``dy`` [T, N]."""
+    of_input = dy @ layer.recipe.dequantize(layer.weight).to(dy.dtype) if wanted[0] else None
+    return of_input, dy.t() @ layer.recipe.round_trip(x, layer.weight) if wanted[1] else None
+
+
+def _quantized_products(
+    dy: torch.Tensor, x: torch.Tensor, layer: QuantizedMatrix, wanted: Sequence[bool]
+) -> _Gradients:
+    """The recipe's products of quantised gradients, weights and inputs."""
+    recipe = layer.recipe
+    of_input = recipe.input_gradient(dy, layer.parameter.detach(), layer.weight) if wanted[0] else None
+    return of_input, recipe.weight_gradient(dy, x) if wanted[1] else None

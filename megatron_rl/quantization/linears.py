@@ -6,8 +6,8 @@
 
 A parameter stays as it is; what changes for a while is its module's ``forward``. Without gradients it is the recipe's
 product; with them (aligned training) its backward pass is straight-through: that of the product of the dequantised
-numbers, as if rounding had slope 1. Copies are plain buffers outside the module tree: no state dict, no optimizer and
-no checkpoint sees them.
+numbers, as if rounding had slope 1, or with ``quantizes_gradients`` made of the recipe's own products. Copies are plain
+buffers outside the module tree: no state dict, no optimizer and no checkpoint sees them.
 """
 
 from __future__ import annotations
@@ -76,10 +76,13 @@ class QuantizedLinears:
         recipe: Recipe | None,
         skip: Sequence[str] = (),
         lockstep_group: dist.ProcessGroup | None = None,
+        *,
+        quantizes_gradients: bool = False,
     ) -> None:
         """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``.
 
         ``lockstep_group`` are the ranks that refuse together what one of them cannot quantise; None: this rank alone.
+        ``quantizes_gradients``: of aligned training, see `QuantizedMatrix`.
         """
         self.recipe = recipe
         self._lockstep_group = lockstep_group
@@ -91,9 +94,9 @@ class QuantizedLinears:
         for name, module in kept.items():
             names.setdefault(module, []).append(name)
         self._copies = tuple(
-            QuantizedStack(named, module, recipe)
+            QuantizedStack(named, module, recipe, quantizes_gradients)
             if isinstance(module, StackedLinear)
-            else QuantizedLinear(named[0], module, recipe)
+            else QuantizedLinear(named[0], module, recipe, quantizes_gradients)
             for module, named in names.items()
         )
         matrices = {

@@ -18,6 +18,9 @@ from megatron_rl.arithmetic import TILE
 from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.shapes import Storage
 
+MOST_TOKENS = 2**16
+"""That a gradient's sum takes at once: kernels hold a row in registers, and int32 the sum of its products."""
+
 
 @dataclass
 class QuantizedWeight:
@@ -143,6 +146,29 @@ class Recipe(Storage, ABC):
     def grouped_multiply(self, x: PackedActivations, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
         """`grouped_matmul` of what was quantised as `grouped_packing` says."""
         raise QuantizationError(f"{self.name} quantises the activations of experts itself")
+
+    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
+        """``dY W`` with both quantised: [T, N] -> [T, K] in the dtype of ``gradient``; for a quantised backward pass.
+
+        ``weight`` [N, K] is what ``q`` is of. The sum is over N, so where a scale is a row's the weight is quantised
+        anew, with a scale an input channel: those of ``q`` would stand inside the sum.
+        """
+        return self.matmul(gradient, self._encoded(weight.t()))
+
+    def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``dY^T X`` with both quantised: [T, N] and [T, K] -> [N, K] in the dtype of ``gradient``.
+
+        The sum is over tokens: ``x`` is quantised as a weight is, and where a scale is a row's it is a channel's over
+        all tokens. NaN and infinity come through, as they would unquantised.
+        """
+        pieces = zip(gradient.split(MOST_TOKENS), x.split(MOST_TOKENS), strict=True)
+        return sum(self.matmul(dy.t(), self._encoded(seen.t())) for dy, seen in pieces)
+
+    def _encoded(self, matrix: torch.Tensor) -> QuantizedWeight:
+        """`quantize` without its look at the numbers, for which the host would wait."""
+        q = self.allocate(matrix.shape, matrix.device)
+        self.encode(matrix.detach(), q)
+        return q
 
     @abstractmethod
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:

@@ -36,20 +36,24 @@ class RolloutQuantization:
         on_audit: Callable[[Sequence[LayerAudit]], None],
         timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
         lockstep_group: dist.ProcessGroup | None = None,
+        *,
+        quantizes_gradients: bool = False,
     ) -> None:
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer.
 
-        See `QuantizedLinears` for ``model``, ``skip`` and ``lockstep_group``.
+        See `QuantizedLinears` for the others.
         """
         self._model, self._asked, self._skip, self._lockstep_group = model, recipe, tuple(skip), lockstep_group
-        self._on_audit, self._timed = on_audit, timed
+        self._on_audit, self._timed, self._quantizes_gradients = on_audit, timed, quantizes_gradients
         self._aligned = False
         self._use(recipe)
 
     def _use(self, name: str) -> None:
         recipe = RECIPES.get(name)
         vars(self).pop("linears", None)  # the old buffers go before the new ones are made
-        self.linears = QuantizedLinears(self._model, recipe, self._skip, self._lockstep_group)
+        self.linears = QuantizedLinears(
+            self._model, recipe, self._skip, self._lockstep_group, quantizes_gradients=self._quantizes_gradients
+        )
         self.is_quantized = recipe is not None
         """False without a recipe."""
         self.recipe = name if ":" in name or recipe is None else recipe.name

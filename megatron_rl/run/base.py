@@ -185,7 +185,7 @@ def build_quantization(
 
     quantization = RolloutQuantization(
         torch.nn.ModuleList(policy.chunks), settings.rl_rollout_quantization, settings.rl_quantization_skip, report,
-        timer.phase, groups.lockstep_group,
+        timer.phase, groups.lockstep_group, quantizes_gradients=settings.rl_train_backward == "quantized",
     )  # fmt: skip
     linears = quantization.linears
     where = "" if groups.experts.whole.size() == groups.experts.tensor.size() else " of the first rank"

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.trainer.precision_aware import with_precision_aware
 
 _AT_ONCE = 2**24
 """Numbers that are worked on at a time, for the sake of memory."""
@@ -212,6 +213,9 @@ def _build_optimizer(
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
     built = get_megatron_optimizer(settings, wrapped)
+    dtypes = {"exp_avg": config.precision.exp_avg_dtype, "exp_avg_sq": config.precision.exp_avg_sq_dtype}
+    if set(dtypes.values()) != {"fp32"}:
+        with_precision_aware(built.chained_optimizers, dtypes)
     for part in built.chained_optimizers:
         # Without Apex and Transformer Engine it is torch's Adam, a dozen calls a parameter. On a GPU it would take all
         # parameters at once instead, and 4 bytes for each of them that nobody has reckoned with.

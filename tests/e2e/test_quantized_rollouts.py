@@ -29,7 +29,9 @@ RUNS = {
 RESUMED = {
     "int8": {**INT8, "rl_mismatch_interval": 3},
     "int8_smooth": {"rl_rollout_quantization": "int8_smooth"},
-    "aligned_int8": {**INT8, "rl_train_forward": "quantized"},
+    "fp8_end_to_end": {"rl_rollout_quantization": "fp8_block_pow2", "rl_train_forward": "quantized",
+                       "rl_train_backward": "quantized", "use_distributed_optimizer": True,
+                       "use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
     "fp8_cache": {**INT8, "rl_kv_cache_dtype": "fp8", "rl_mismatch_interval": 1, "rl_mismatch_action": "stop",
                   "rl_mismatch_max_kl": 10.0, "rl_mismatch_max_gap": 10.0},
 }

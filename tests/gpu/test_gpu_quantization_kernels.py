@@ -118,3 +118,20 @@ class TestCompiled(KernelChecks):
         for ours, theirs in ((rows, eager_rows(second, FP8)), (segments, eager_segments(second, False))):
             same(ours[0], theirs[0])
             same(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("tokens", [1, 130, 4096])
+@pytest.mark.parametrize("name", [name for name in RECIPES.names() if name != "none"])
+def test_products_of_gradients_are_those_of_a_cpu(name, tokens):
+    """`--rl-train-backward quantized`: the same codes, so what differs is bf16 of the product."""
+    recipe, weight = RECIPES.get(name), numbers(512, 384, torch.bfloat16)
+    gradient, x = numbers(tokens, 512, torch.bfloat16), numbers(tokens, 384, torch.bfloat16)
+    q, held = recipe.quantize(weight), recipe.quantize(weight.cuda())
+    pairs = [
+        (recipe.input_gradient(gradient.cuda(), weight.cuda(), held), recipe.input_gradient(gradient, weight, q)),
+        (recipe.weight_gradient(gradient.cuda(), x.cuda()), recipe.weight_gradient(gradient, x)),
+    ]
+    for found, wanted in pairs:
+        assert found.dtype == torch.bfloat16
+        error = (found.cpu().float() - wanted.float()).norm() / wanted.float().norm()
+        assert error < 0.01

@@ -74,6 +74,10 @@ def report_of(
     with quantization.emulated():
         report["gap"] = gaps().max().item()
         gradients = gradients_of(policy, scorer, batch, groups)
+    if recipe == "fp8_block" and not in_parts:
+        policy.gpt.zero_grad()
+        with QuantizedLinears(policy.gpt, LIBRARY.get(recipe), quantizes_gradients=True).installed():
+            gradients |= {f"backward.{name}": g for name, g in gradients_of(policy, scorer, batch, groups).items()}
     if groups.is_main:
         torch.save(gradients, folder / f"{recipe}.pt")
     report["audit"] = [[row.layer, row.wanted, row.ran] for row in audits[0]]

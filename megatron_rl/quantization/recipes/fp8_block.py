@@ -80,6 +80,23 @@ class Fp8Block(Recipe):
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
         return fp8_product(x.codes, x.scales, q, x.dtype)
 
+    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
+        """On the tiles of ``q`` turned round: 1 x 128 segments of a token's gradient against 128 x 128 tiles."""
+        if not gradient.is_cuda:
+            return torch.mm(self.round_trip_of(gradient.float()), q.operand).to(gradient.dtype)
+        turned = self.allocate((q.columns, q.rows), gradient.device)
+        turned.codes.copy_(q.codes.t())
+        turned.scales.copy_(q.scales.t())
+        return self.matmul(gradient, turned)
+
+    def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Both in segments of 128 tokens of a channel, as activations are: the sum is over tokens."""
+        if not gradient.is_cuda:
+            dy, seen = (self.round_trip_of(each.t().float()) for each in (gradient, x))
+            return torch.mm(dy, seen.t()).to(gradient.dtype)
+        packed = [pack_segments(each.t(), self.powers_of_two) for each in (gradient, x)]
+        return segments_product(*packed, gradient.dtype)[: gradient.shape[1], : x.shape[1]]
+
     def activation_codes(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes of ``tokens`` [T, K] as fp32 numbers [T, S, 128], and their scales [T, S, 1]; eager."""
         cut = formats.segments(tokens.float())
@@ -87,8 +104,12 @@ class Fp8Block(Recipe):
         return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
 
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        codes, scale = self.activation_codes(x.reshape(-1, q.columns))
-        return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)
+        return self.round_trip_of(x.reshape(-1, q.columns)).view(x.shape)
+
+    def round_trip_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``tokens`` [T, K] quantised in segments of 128 columns, and back."""
+        codes, scale = self.activation_codes(tokens)
+        return (codes * scale).flatten(1)[:, : tokens.shape[1]].to(tokens.dtype)
 
 
 def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -108,6 +129,27 @@ def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, d
         output_dtype=torch.bfloat16,
     )  # fmt: skip
     return product[:tokens, : q.rows].to(dtype)
+
+
+def pack_segments(values: torch.Tensor, power_of_two: bool) -> PackedActivations:
+    """CUDA: ``values`` [R, T] in 1 x 128 segments; rows up to a multiple of 16, as cuBLAS wants of both factors.
+
+    The rows that fill up have codes of 0 and undefined scales.
+    """
+    from megatron_rl.quantization.kernels import requantize_blocks
+
+    rows, columns = values.shape
+    packing = Packing(formats.FP8, -(-columns // TILE) * TILE, in_segments=True)
+    packed = packing.allocate(-(-rows // 16) * 16, values.dtype, values.device)
+    requantize_blocks(values, packed.codes, packed.scales, whole=False, power_of_two=power_of_two)
+    return packed
+
+
+def segments_product(a: PackedActivations, b: PackedActivations, dtype: torch.dtype) -> torch.Tensor:
+    """CUDA, sm_90: ``a b^T``, both in 1 x 128 segments; their scales lie column by column."""
+    kind = functional.ScalingType.BlockWise1x128
+    product = functional.scaled_mm(a.codes, b.codes.t(), a.scales, kind, b.scales, kind, output_dtype=torch.bfloat16)
+    return product.to(dtype)
 
 
 RECIPE = Fp8Block()

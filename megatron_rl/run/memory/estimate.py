@@ -272,6 +272,18 @@ def report_text(config: RLConfig, result: Estimate) -> str:
     return "\n".join(lines)
 
 
+def _states(config: RLConfig, dtype: str, gradients: str) -> str:
+    """What the optimizer keeps, in words."""
+    moments = {config.precision.exp_avg_dtype: None, config.precision.exp_avg_sq_dtype: None}  # each once, in order
+    in_fp32 = ["main parameters"] if dtype == "bf16" else []
+    if list(moments) == ["fp32"]:
+        in_fp32 += ["moments" if config.optimizer.optimizer == "adam" else "momentum"]
+    in_fp32 += ["gradients"] if gradients == "bf16" else []
+    found = [f"fp32 {' and '.join(in_fp32)}"] if in_fp32 else []
+    found += [] if list(moments) == ["fp32"] else [f"moments in {' and '.join(moments)}"]
+    return ", ".join(found)
+
+
 def _rows(config: RLConfig, result: Estimate) -> Iterator[tuple[str, int, int, str]]:
     """Name, bytes in rollouts, bytes in training, and what it is."""
     dtype = "bf16" if config.precision.bf16 else "fp32"
@@ -279,9 +291,6 @@ def _rows(config: RLConfig, result: Estimate) -> Iterator[tuple[str, int, int, s
     tokens, slots = config.training.rl_sequence_packing_bin_size, result.sizes.cache_slots
     partly = "; in rollouts without those that are quantised" if result.weights_aside and slots else ""
     yield "weights", result.weights.rollout, result.weights.update + result.weights_aside, f"{dtype}{partly}"
-    states = ["main parameters"] if dtype == "bf16" else []
-    states += ["moments" if config.optimizer.optimizer == "adam" else "momentum"]
-    states += ["gradients"] if gradients == "bf16" else []
     shared = f", spread over {result.sizes.copies} ranks" if config.parallel.use_distributed_optimizer else ""
     whole_batch = slots == config.rollout.inference_max_batch_size
     sized = "the largest batch; fewer where they do not fit" if whole_batch else "as many as its budget holds"
@@ -289,7 +298,7 @@ def _rows(config: RLConfig, result: Estimate) -> Iterator[tuple[str, int, int, s
     visits = "" if result.teacher.rollout else "; there while it scores, before the first update"
     for name, use, what in (
         ("gradients", result.gradients, f"{gradients} buffer"),
-        ("optimizer", result.optimizer, f"fp32 {' and '.join(states)}{shared}{_off(result.optimizer)}"),
+        ("optimizer", result.optimizer, f"{_states(config, dtype, gradients)}{shared}{_off(result.optimizer)}"),
         ("critic", result.critic, f"weights, gradients and optimizer{_off(result.critic)}"),
         ("quantised weights", result.quantized, f"{config.quantization.rl_rollout_quantization}, linear layers"),
         (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS
+from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS, TILE
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ExpertShare, Layer, Linear, ModelLayout, Stages
 from megatron_rl.families.blocks import blocks_of
@@ -48,8 +48,13 @@ def training_state(config: RLConfig, layout: ModelLayout, copies: int, world_siz
         # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
         updated += min(sum(sizes), padded // owners) if config.parallel.use_distributed_optimizer else sum(sizes)
         buffer += padded
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    kept = FP32 * (moments + int(config.precision.bf16)) * updated  # fp32 parameters are their own main parameters
+    kept = FP32 * int(config.precision.bf16) * updated  # fp32 parameters are their own main parameters
+    if config.optimizer.optimizer == "adam":
+        sizes = [size for each, _ in buffers for size in each]
+        for dtype in (config.precision.exp_avg_dtype, config.precision.exp_avg_sq_dtype):
+            kept += _moment_bytes(dtype, sizes, updated)
+    else:
+        kept += FP32 * int(config.optimizer.sgd_momentum > 0) * updated
     return TrainingState(
         numbers=sum(sum(sizes) for sizes, _ in buffers),
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
@@ -58,6 +63,14 @@ def training_state(config: RLConfig, layout: ModelLayout, copies: int, world_siz
         optimizer=kept + (FP32 * updated if gradient != FP32 else 0),
         kept=kept,
     )
+
+
+def _moment_bytes(dtype: str, sizes: Sequence[int], updated: int) -> int:
+    """Of one moment of ``updated`` numbers of parameters of ``sizes``; in fp8 blocks of 128 with an fp32 scale each."""
+    if dtype != "fp8":
+        return updated * (2 if dtype == "bf16" else FP32)
+    blocks = sum(-(-size // TILE) for size in sizes)
+    return math.ceil(blocks * updated / sum(sizes)) * (TILE + FP32)
 
 
 def _buffers(

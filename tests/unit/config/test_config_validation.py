@@ -125,6 +125,13 @@ ONE_PROBLEM = [
         ["--recompute-num-layers 3", "equal groups", "1, 2 or 4"],
     ),
     ({"rl_train_forward": "quantized"}, 1, ["nothing to quantise with", "--rl-rollout-quantization"]),
+    ({"exp_avg_dtype": "fp8"}, 1, ["--exp-avg-dtype fp8 needs --use-precision-aware-optimizer"]),
+    ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}, 1, ["needs --use-distributed-optimizer"]),
+    ({"use_precision_aware_optimizer": True, "optimizer": "sgd"}, 1, ["with --optimizer sgd", "use --optimizer adam"]),
+    ({"exp_avg_sq_dtype": "fp16"}, 1, ["--exp-avg-sq-dtype fp16 is not built", "use bf16"]),
+    ({"main_params_dtype": "fp16"}, 1, ["--main-params-dtype fp16"]),
+    ({"main_grads_dtype": "bf16"}, 1, ["--main-grads-dtype bf16"]),
+    ({"rl_train_backward": "quantized"}, 1, ["--rl-train-backward quantized", "without --rl-train-forward quantized"]),
     (
         {"rl_train_forward": "quantized", "rl_rollout_quantization": "int8", "rl_mismatch_action": "fallback"}, 1,
         ["--rl-mismatch-action fallback", "use --rl-mismatch-action stop"],

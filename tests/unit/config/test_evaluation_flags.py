@@ -55,8 +55,10 @@ def test_longer_than_the_cache_is_refused(problems):
     [
         {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
         {"rl_train_forward": "quantized", "rl_rollout_quantization": "fp8_block_pow2"},
+        {"rl_train_forward": "quantized", "rl_train_backward": "quantized",
+         "rl_rollout_quantization": "fp8_block_pow2"},
     ],
-)
+)  # fmt: skip
 def test_a_command_of_aligned_training_evaluates_too(config, problems, asked):
     """Answers are drawn in the rollouts' format; the trainer's is nobody's concern."""
     flags = {"eval_only": True, "load": "checkpoints", **asked}

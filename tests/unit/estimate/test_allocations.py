@@ -36,9 +36,13 @@ PRECISIONS = {
     "distributed": {"use_distributed_optimizer": True},
     "distributed bf16": {"bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
     "distributed bf16 gradients": {"bf16": True, "use_distributed_optimizer": True, "grad_reduce_in_bf16": True},
+    "fp8 and bf16 moments": {
+        "bf16": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16",
+    },
     "sgd": {"optimizer": "sgd", "lr": 1e-3},
     "sgd without momentum": {"optimizer": "sgd", "sgd_momentum": 0},
-}
+}  # fmt: skip
 
 
 def estimated(config: RLConfig) -> Estimate:
