@@ -276,6 +276,10 @@ class LayerConfig:
     """Normalization weights are stored minus 1 (Gemma)."""
     sandwich_norm: bool = flag(False)
     """Also normalize the outputs of attention and MLP before the residual addition (Gemma)."""
+    post_norm: bool = flag(False)
+    """Normalize the outputs of attention and MLP and not their inputs (OLMo 2)."""
+    qk_layernorm_across_heads: bool = flag(False)
+    """With --qk-layernorm: normalize queries, and keys, over all heads together (OLMo 2)."""
     scale_embedding: bool = flag(False)
     """Multiply embeddings by sqrt(hidden-size) (Gemma)."""
 
@@ -297,6 +301,7 @@ def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         if getattr(layers, name) is not None and layers.window_size is None:
             yield name, "has no layers to tell apart without --window-size; add it"
     used = {each.name: each.spelling for each in flags_of(LayerConfig) if getattr(layers, each.name) != each.default}
+    yield from _norm_problems(config)
     if not used:
         return
     named = f"cannot be combined with {', '.join(used.values())}"
@@ -321,3 +326,18 @@ def _beside_experts_and_biases(
     for name in ("activation_func_clamp_value", "glu_linear_offset"):
         if name in used and (model.num_experts is None or not gates):
             yield name, "is of the gates of experts, and the model has none; leave it out"
+
+
+def _norm_problems(config: RLConfig) -> Iterator[Finding]:
+    groups, parts = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
+    if config.layers.post_norm and config.layers.sandwich_norm:
+        yield "post_norm", "and --sandwich-norm are two places of norms; keep one of them"
+    if not config.layers.qk_layernorm_across_heads:
+        return
+    if not config.model.qk_layernorm:
+        yield "qk_layernorm_across_heads", "says how --qk-layernorm normalizes; add it"
+    if groups is not None and groups % parts:
+        yield "qk_layernorm_across_heads", (
+            f"with fewer --num-query-groups ({groups}) than --tensor-model-parallel-size {parts}: ranks would share a "
+            f"key; use --tensor-model-parallel-size {divisors(groups)}"
+        )

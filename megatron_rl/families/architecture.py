@@ -27,8 +27,12 @@ class LayerKind:
     """Factor of the attention scores; None: 1 / sqrt(width of a head)."""
     sinks: bool = False
     """Each head has an attention sink: a learned logit in the softmax over its scores, which attends to nothing."""
+    pre_norms: bool = True
+    """Attention's and the MLP's inputs are normalised."""
     post_norms: bool = False
     """Attention's and the MLP's outputs are normalised before they are added to the residual stream."""
+    norm_across_heads: bool = False
+    """Queries, and keys, are normalised over all heads together, not head by head."""
 
 
 PLAIN = LayerKind()
@@ -90,6 +94,8 @@ class Architecture:
     glu_linear_offset: float = 0.0
     apply_layernorm_1p: bool = False
     sandwich_norm: bool = False
+    post_norm: bool = False
+    qk_layernorm_across_heads: bool = False
     scale_embedding: bool = False
 
     @property
@@ -111,7 +117,9 @@ class Architecture:
             mlp="dense" if self.num_experts is None else "experts",
             scale=self.softmax_scale,
             sinks=self.softmax_type == "learnable",
-            post_norms=self.sandwich_norm,
+            pre_norms=not self.post_norm,
+            post_norms=self.sandwich_norm or self.post_norm,
+            norm_across_heads=self.qk_layernorm_across_heads,
         )
         with_window = replace(plain, rotation=local, window=window)
         return tuple(with_window if here else plain for here in windowed)

@@ -163,8 +163,9 @@ def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterat
         f"{name}.linear_qkv", "column", outputs, hidden, ranks, bias or model.add_qkv_bias, stripes=stripes
     )
     if model.qk_layernorm:
-        yield from norm(f"decoder.{name}.q_layernorm", width, model)
-        yield from norm(f"decoder.{name}.k_layernorm", width, model)
+        of_query, of_key = (heads, groups) if model.qk_layernorm_across_heads else (1, 1)
+        yield from norm(f"decoder.{name}.q_layernorm", of_query * width, model)
+        yield from norm(f"decoder.{name}.k_layernorm", of_key * width, model)
 
 
 def _heads_cache(model: Architecture, ranks: int) -> LayerCache:
@@ -225,9 +226,10 @@ _ATTENTION = {
     "core_attention.softmax_offset": "sinks",
 }  # fmt: skip
 _MLP = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
+_OF_HEADS = frozenset({"rotation", "window", "scale", "sinks", "norm_across_heads"})
 
 BLOCKS: Mapping[str, Block] = {
-    "heads": Block(_heads, _heads_kept, _ATTENTION, frozenset({"rotation", "window", "scale", "sinks"}), _heads_cache),
+    "heads": Block(_heads, _heads_kept, _ATTENTION, _OF_HEADS, _heads_cache),
     "dense": Block(_dense, _dense_kept, _MLP),
     "experts": Block(_experts, _experts_kept, _MLP | {"router": "gate", "experts.local_experts": "experts"}),
 }
@@ -243,7 +245,7 @@ def blocks_of(kind: LayerKind) -> tuple[Block, Block]:
         if name not in BLOCKS:
             raise ConfigError([f"a layer with {name!r} is not built; there are {', '.join(BLOCKS)}"])
     mixer, mlp = BLOCKS[kind.mixer], BLOCKS[kind.mlp]
-    known = mixer.computes | mlp.computes | {"mixer", "mlp", "post_norms"}
+    known = mixer.computes | mlp.computes | {"mixer", "mlp", "pre_norms", "post_norms"}
     for field in dataclasses.fields(LayerKind):
         value = getattr(kind, field.name)
         if field.name not in known and value != getattr(PLAIN, field.name):

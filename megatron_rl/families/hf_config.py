@@ -85,6 +85,10 @@ class HfConfig:
         """The keys that have a value."""
         return [key for key, value in self._values.items() if value is not None]
 
+    def has(self, key: str) -> bool:
+        """Whether it is there, be it ``null``."""
+        return key in self._values
+
     def get(self, key: str, default: Any = None) -> Any:
         """As it stands there; ``null`` counts as absent."""
         value = self._values.get(key)
@@ -128,8 +132,11 @@ class HfConfig:
         fits = _is_number(base) and base >= 1 and base == int(base)
         return int(self._valid(key, base, fits, "a whole number above 0"))
 
-    def windows(self, num_layers: int, every: int) -> dict[str, Any]:
-        """Settings of layers with a sliding window, which ``layer_types`` lists; else one in ``every`` has none."""
+    def windows(self, num_layers: int, every: int, size: int | None = None) -> dict[str, Any]:
+        """Settings of layers with a sliding window, which ``layer_types`` lists; else one in ``every`` has none.
+
+        ``size`` is the family's default.
+        """
         if num_layers > MOST_LAYERS:
             return {}  # refused elsewhere, before anything is as long
         kinds = self._layer_types(num_layers)
@@ -140,13 +147,13 @@ class HfConfig:
                 self.refuse("layer_types", kind, "layers attend to the whole sequence, or to a sliding window")
         if not any(has_window):
             return {}
-        size = {"window_size": self.whole("sliding_window")}
+        settings = {"window_size": self.whole("sliding_window", size)}
         if all(has_window):
-            return size
+            return settings
         first = has_window.index(False) + 1
         if first == 1 or has_window != [number % first != 0 for number in range(1, num_layers + 1)]:
             self.refuse("layer_types", kinds, "one layer in every few attends to the whole sequence")
-        return size | {"window_attn_skip_freq": max(2, first)}
+        return settings | {"window_attn_skip_freq": max(2, first)}
 
     def layer_types(self, num_layers: int) -> None:
         """Where layers are listed by kind, there is one for each, and all attend to the whole sequence."""

@@ -157,7 +157,8 @@ def _layer(index: int, kind: LayerKind, model: Architecture, ranks: int, experts
     name, parts = f"layers.{index}", []
     modules = ("self_attention", "mlp"), ("input_layernorm", "pre_mlp_layernorm"), blocks_of(kind)
     for module, before, block in zip(*modules, strict=True):
-        parts += norm(f"decoder.{name}.{before}", model.hidden_size, model)
+        if kind.pre_norms:
+            parts += norm(f"decoder.{name}.{before}", model.hidden_size, model)
         parts += block.parts(f"{name}.{module}", model, ranks, experts)
         if kind.post_norms:
             parts += norm(f"decoder.{name}.{module}.post_layernorm", model.hidden_size, model)

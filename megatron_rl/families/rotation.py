@@ -49,6 +49,24 @@ def _one_rotation(config: HfConfig, rope: HfConfig, base: float) -> dict[str, An
     return {"rotary_base": rope.base("rope_theta", config.base("rope_theta", base)), **scaling_of(config, rope)}
 
 
+def rotations_by_kind(config: HfConfig, base: float, local_base: float) -> dict[str, Any]:
+    """Return the settings where layers with a window have a rotation of their own; the bases are defaults.
+
+    transformers 5 writes ``rope_parameters`` for each kind of layer, older files have ``rope_theta`` and
+    ``rope_scaling`` of the layers without a window.
+    """
+    by_kind = config.within("rope_parameters")
+    whole, local = by_kind.within("full_attention"), by_kind.within("sliding_attention")
+    local.expect("rope_type", "default", why="positions in windows are not scaled")
+    if whole.get("rope_type") and config.get("rope_scaling"):
+        config.refuse("rope_scaling", config.get("rope_scaling"), "rope_parameters says how; keep one of them")
+    return {
+        "rotary_base": whole.base("rope_theta", config.base("rope_theta", base)),
+        "rotary_base_local": local.base("rope_theta", local_base),
+        **scaling_of(config, whole if whole.get("rope_type") else config.within("rope_scaling")),
+    }
+
+
 def scaling_of(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
     """Return how ``rope``, a mapping in ``config``, changes the frequencies; nothing of a type is passed over."""
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -14,10 +14,15 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,6 +73,30 @@ class TorchNorm(MegatronModule):
         if self.bias is None:
             return functional.rms_norm(hidden_states, shape, self.weight, self.eps)
         return functional.layer_norm(hidden_states, shape, self.weight, self.bias, self.eps)
+
+
+class NormAcrossHeads(TorchNorm):
+    """RMSNorm of all heads of a token together, of which each tensor-parallel rank has its share.
+
+    Every rank has all of the weight: megatron adds up its gradients over these ranks, as of all norms of queries and
+    keys.
+    """
+
+    def __init__(self, config: TransformerConfig, width: int, ranks: dist.ProcessGroup) -> None:
+        super().__init__(config, width, config.layernorm_epsilon)
+        self._ranks = ranks
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[T, B, heads of this rank, D]`` -> the same."""
+        heads, width = hidden_states.flatten(-2), self.weight.numel()
+        if self._ranks.size() == 1:
+            return super().forward(heads).view_as(hidden_states)
+        squares = heads.float().square().sum(-1, keepdim=True)
+        # The sum over the ranks, whose gradient is again one over the ranks.
+        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        share = self.weight.chunk(self._ranks.size())[self._ranks.rank()].float() + self.centre
+        normed = heads.float() * torch.rsqrt(squares / width + self.eps) * share
+        return normed.type_as(hidden_states).view_as(hidden_states)
 
 
 class WholeColumnLinear(ColumnParallelLinear):

@@ -41,7 +41,7 @@ def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec
     )
     spec.module, spec.params = RolloutLayer, {"kind": kind}
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm if kind.pre_norms else IdentityOp
     mixer.place(layer.self_attention.submodules, config)
     mlp.place(submodules_of(layer.mlp), config)
     return spec

@@ -27,6 +27,7 @@ from tests.support.hugging_face import (
     write_back,
     write_model,
 )
+from tests.support.quantized import complete, rollout_quantization
 
 each_family = pytest.mark.parametrize("name", FAMILIES.names())
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=[f"{name}-{index}" for name, index in EXAMPLES])
@@ -54,6 +55,25 @@ def test_it_is_called_like_its_file_and_like_nothing_else(name: str) -> None:
     assert family.name == name
     assert family.title and family.examples
     assert [FAMILIES.get(other).class_name for other in FAMILIES.names()].count(family.class_name) == 1
+
+
+@each_family
+@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+def test_rollouts_in_8_bits_pass_the_audit(one_rank: ParallelGroups, written, name: str, recipe: str) -> None:
+    """Every linear of a layer multiplies by its copy, which the audit raises of otherwise."""
+    directory, reference = written((name, 0))
+    policy, _ = loaded_policy(hf_run(directory), read_model(directory).architecture.vocab_size)
+    audits, prompt = [], [5, 1, 4, 2]
+    quantization = rollout_quantization(policy, recipe, audits)
+    wanted = request(prompt, max_new_tokens=12)
+    ((completion,),) = complete(policy, rollout_engine(policy, stop_ids=()), quantization, [wanted])
+    assert {row.layer for row in audits[0]} == {linear.name for linear in policy.layout.linears}
+    assert all(row.ran.startswith(recipe) for row in audits[0])
+    ids = torch.tensor([prompt + list(completion.token_ids)])
+    with torch.no_grad():
+        logprobs = reference(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    exact = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    assert 0 < (exact - torch.tensor(completion.inference_logprobs)).abs().mean() < 0.3
 
 
 @each_example
@@ -103,7 +123,7 @@ class TestExample:
         model = read_model(directory)
         vocabulary = model.architecture.vocab_size
         policy, _ = loaded_policy(hf_run(directory), vocabulary)
-        batch = batch_of(vocabulary, (100, 3, 41), first=1)  # not token 0: transformers may take it for padding
+        batch = batch_of(vocabulary, (100, 3, 41), first=2)  # not 0 or 1: transformers may take it for padding
         weights = torch.randn(sum(batch.packing.lengths), vocabulary, generator=torch.Generator().manual_seed(1))
         logits = Scorer(policy, one_rank, 1.0).forward(policy.gpt, batch)[:, :vocabulary]
         (logits.log_softmax(-1) * weights).sum().backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny import SINKS, WINDOWS
+from tests.support.tiny import POST_NORMS, SINKS, WINDOWS
 
 TIED = {"untie_embeddings_and_output_weights": False}
 UNEVEN = {"num_layers": 5}
@@ -53,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks, loop": SINKS | {"no_moe_grouped_gemm": True},
     "sinks, attention recomputed": SINKS | {"recompute_granularity": "selective"},
     "windows, recomputed": WINDOWS | RECOMPUTED,
+    "post norms": POST_NORMS,
     "prompts": PROMPTS,
     "prompts, fused": PROMPTS | FUSED,
     "prompts, experts": PROMPTS | EXPERTS,
@@ -109,7 +110,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught", "windows"]),
     "PP2 x DP2": (4, STAGES, ["distributed", "overlaps", "overlaps, few, tied", "few, tied"]),
     "TP2 x PP2, sequence-parallel": (
-        4, STAGES | TENSOR, ["tied", "replayed", "taught in the loss", "odd bins", "windows"],
+        4, STAGES | TENSOR, ["tied", "replayed", "taught in the loss", "odd bins", "windows", "post norms"],
     ),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
@@ -142,7 +143,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, CONTEXT,
         [
             "plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught", "windows",
-            "windows, recomputed", "sinks",
+            "windows, recomputed", "sinks", "post norms",
         ],
     ),
     "CP2 x TP2, sequence-parallel": (

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from tests.support.tiny import POST_NORMS
 
 SUPERVISED = {
     "perform_rl_step": False,
@@ -31,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk_layernorm": {"qk_layernorm": True},
     "fewer_groups_than_ranks": {"num_query_groups": 1, "qk_layernorm": True},
     "biases_and_layernorm": {"disable_bias_linear": False, "swiglu": False, "normalization": "LayerNorm"},
+    "post_norms": POST_NORMS,
     "no_qkv_bias": {"add_qkv_bias": False, "group_query_attention": False, "num_query_groups": 4},
     "recompute_full": {
         "recompute_granularity": "full",

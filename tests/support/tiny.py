@@ -51,6 +51,12 @@ SINKS = {
     "moe_ffn_hidden_size": 24,
 }  # fmt: skip
 """Changes to `FLAGS`: windows in every other layer, sinks, experts, biases everywhere, bounded gates, as in gpt-oss."""
+POST_NORMS = {
+    "post_norm": True, "qk_layernorm": True, "qk_layernorm_across_heads": True, "add_qkv_bias": False, "window_size": 6,
+    "window_attn_skip_freq": 2, "rotary_base_local": 100, "rope_type": "yarn", "rotary_scaling_factor": 4,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+"""Changes to `FLAGS`: what OLMo 3 has beyond Llama, YaRN among it."""
 
 SHAPES = {
     "grouped, gated, untied": {},
@@ -65,6 +71,7 @@ SHAPES = {
     "wide heads": {"kv_channels": 12},
     "windows": WINDOWS,
     "sinks": SINKS,
+    "post norms": POST_NORMS,
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
     "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
 }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import SMALL, Family, read_decoder
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.rotation import scaling_of
+from megatron_rl.families.rotation import rotations_by_kind
 from megatron_rl.families.weights import WeightMap, decoder_weights
 
 _BASE, _LOCAL_BASE, _EVERY, _QUERY_WIDTH = 1e6, 1e4, 6, 256
@@ -28,7 +26,7 @@ def _read(config: HfConfig) -> Architecture:
     return read_decoder(
         config,
         activation="gelu_pytorch_tanh",
-        rotation=_rotation(config),
+        rotation=rotations_by_kind(config, _BASE, config.base("rope_local_base_freq", _LOCAL_BASE)),
         untie_embeddings_and_output_weights=not config.switch("tie_word_embeddings", True),
         softmax_scale=config.number("query_pre_attn_scalar", _QUERY_WIDTH) ** -0.5,
         qk_layernorm=True,
@@ -39,19 +37,6 @@ def _read(config: HfConfig) -> Architecture:
         scale_embedding=True,
         **config.windows(config.whole("num_hidden_layers"), every=config.whole("sliding_window_pattern", _EVERY)),
     )
-
-
-def _rotation(config: HfConfig) -> dict[str, Any]:
-    """transformers 5 writes ``rope_parameters`` for each kind of layer, older files bases and ``rope_scaling``."""
-    by_kind = config.within("rope_parameters")
-    whole, local = by_kind.within("full_attention"), by_kind.within("sliding_attention")
-    local.expect("rope_type", "default", why="positions in windows are not scaled")
-    scaling = whole if whole.get("rope_type") else config.within("rope_scaling")
-    return {
-        "rotary_base": whole.base("rope_theta", config.base("rope_theta", _BASE)),
-        "rotary_base_local": local.base("rope_theta", config.base("rope_local_base_freq", _LOCAL_BASE)),
-        **scaling_of(config, scaling),
-    }
 
 
 def _weights(model: Architecture) -> WeightMap:

@@ -17,6 +17,7 @@ from megatron_rl.models.attention.self_attention import PlannedSelfAttention
 from megatron_rl.models.blocks import Block
 from megatron_rl.models.rollout_ops import (
     LinearInput,
+    NormAcrossHeads,
     Pending,
     TorchNorm,
     WholeColumnLinear,
@@ -71,6 +72,10 @@ class HeadAttention(Block, PlannedSelfAttention):
     def prepare(self, kind: LayerKind) -> None:
         has_norms = self.config.qk_layernorm
         self.kind = kind
+        if kind.norm_across_heads:
+            heads, groups, width = self.config.num_attention_heads, self.config.num_query_groups, self.key_hidden_size
+            self.q_layernorm = NormAcrossHeads(self.config, heads * width, self.pg_collection.tp)
+            self.k_layernorm = NormAcrossHeads(self.config, groups * width, self.pg_collection.tp)
         self._norms = (self.q_layernorm, self.k_layernorm) if has_norms else (None, None)
         # With fewer groups than ranks these exchange their parts.
         is_plain = self.config.num_query_groups >= self.world_size and kind.scale is None

@@ -60,7 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_block_says_where_it_goes() -> None:
     assert set(files()) == {
-        "echo.py", "rewards.py", "mine.py", "coarse.py", "mistral_calls.py", "megatron_rl/families/known/mistral.py",
+        "echo.py", "rewards.py", "mine.py", "coarse.py", "mistral_calls.py", "megatron_rl/families/known/seed_oss.py",
         "megatron_rl/models/attention/backends/one_by_one.py",
     }  # fmt: skip
 
@@ -127,13 +127,13 @@ def test_the_recipe(here: Path) -> None:
 def test_the_family_has_the_logits_of_transformers(
     one_rank: ParallelGroups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = executed("megatron_rl/families/known/mistral.py").FAMILY
+    family = executed("megatron_rl/families/known/seed_oss.py").FAMILY
     names, get = FAMILIES.names(), FAMILIES.get
-    monkeypatch.setattr(FAMILIES, "names", lambda: (*names, "mistral"))
-    monkeypatch.setattr(FAMILIES, "get", lambda name: family if name == "mistral" else get(name))
+    monkeypatch.setattr(FAMILIES, "names", lambda: (*names, "seed_oss"))
+    monkeypatch.setattr(FAMILIES, "get", lambda name: family if name == "seed_oss" else get(name))
     for index, settings in enumerate(family.examples):
         directory = tmp_path / str(index)
-        reference = write_model(directory, "mistral", settings)
+        reference = write_model(directory, "seed_oss", settings)
         vocabulary = read_model(directory).architecture.vocab_size
         policy, _ = loaded_policy(hf_run(directory), vocabulary)
         batch = batch_of(vocabulary)
