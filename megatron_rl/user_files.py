@@ -36,6 +36,11 @@ def path_refusal(path: str) -> str | None:
     return None
 
 
+def is_entry(text: str) -> bool:
+    """Whether ``text`` is a YAML mapping in braces, given where the path of a file may be."""
+    return text.startswith("{") and text.endswith("}")
+
+
 def named_path(text: str) -> Path:
     """Check a path for argparse."""
     if refusal := path_refusal(text):

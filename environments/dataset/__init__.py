@@ -6,14 +6,15 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from megatron_rl.environments.data import DatasetEnvironment, Problem, Row, RowError, Source, held_out, read_rows
 from megatron_rl.environments.data.layouts import CHAT, CODE, MATH, WRITTEN, Layout
-from megatron_rl.environments.grading import needs_sandbox, reward_function, reward_range, stated_deadline
+from megatron_rl.environments.grading import needs_sandbox, reward_range, stated_deadline
 from megatron_rl.environments.grading.unit_tests import check_tests
+from megatron_rl.environments.rewards import reward_of, weighted
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Message, Prompt, Split, Task, Transcript
 
@@ -38,9 +39,10 @@ class Dataset(DatasetEnvironment):
     ``path`` is a file, or a name on the hub with ``split`` and ``config``. ``prompt``, ``answer`` and ``completion``
     name columns (``a.b`` is a field of one); without them the published layouts are recognised. ``template`` makes the
     prompt out of columns in braces, ``system`` comes before it; ``chat: false`` makes it plain text. ``reward`` is a
-    grader's name, or ``file.py:function``, which gets the completion and the row. What to learn from is a
-    ``completion``, or a chat that ends with the assistant. The test split is ``test_path`` or ``test_split``, or one
-    row in ``held_out``.
+    grader's name, or ``file.py:function``, which gets the completion and the row, or has TRL's signature
+    ``(completions, **columns)``; ``rewards`` are several with their weights. What to learn from is a ``completion``,
+    or a chat that ends with the assistant. The test split is ``test_path`` or ``test_split``, or one row in
+    ``held_out``.
     """
 
     name = "dataset"
@@ -62,13 +64,21 @@ class Dataset(DatasetEnvironment):
         system: str = "",
         chat: bool = True,
         reward: str = "",
+        rewards: Mapping[str, float] | None = None,
         **options: object,
     ) -> None:
-        self.grader = reward or "exact"
-        self._function = reward_function(reward) if ":" in reward else None
+        if rewards and (reward or set(rewards) & set(TESTED)):
+            raise ValueError(f"rewards cannot be combined with reward or {' or '.join(TESTED)}; give one of them alone")
+        references = list(rewards or [reward or "exact"])
+        self.grader = references[0]
+        self._function = reward_of(reward) if ":" in reward else None
         self.reward_range = reward_range(self.grader)
-        self.needs_sandbox = needs_sandbox(self.grader)
-        self.grade_deadline = stated_deadline(self.grader) or self.grade_deadline
+        if rewards:
+            reward = self.grader
+            self._function, self.reward_range = weighted(rewards)
+        self._compares = any(":" not in each for each in references)
+        self.needs_sandbox = any(map(needs_sandbox, references))
+        self.grade_deadline = sum(stated_deadline(each) or 0 for each in references) or self.grade_deadline
         self._tests = self.grader in TESTED
         super().__init__(path=path, **options)
         if not path:
@@ -95,17 +105,18 @@ class Dataset(DatasetEnvironment):
         names = tuple(dict.fromkeys(found[1] for found in COLUMN.finditer(self._template) if found[1]))
         if self._template and not names:
             raise ValueError("template names no column in braces, so every prompt would be the same; write {column}")
-        if prompt or answer or completion or (self._function and names):
+        if prompt or answer or completion or (names and not self._compares):
             if not (prompt or names):
                 raise ValueError("answer or completion name a column, and nothing the prompt; give prompt or template")
-            if self._reward and not self._function and not answer and not (completion and self.grader == "exact"):
+            if self._reward and self._compares and not answer and not (completion and self.grader == "exact"):
                 raise ValueError(f"reward {self._reward} compares with the right answer; give its column as answer")
             return (Layout(prompt or names[0], answer, completion, others=names),)
         if self._tests:
             return tuple(replace(layout, others=names) for layout in CODE)
         found = (*LEARNT, *MATH)  # of the latter the first row says that a reward is missing
         if self._reward:
-            found = (*MATH, *LEARNT, Layout("prompt")) if self._function else (*MATH, *LEARNT[: self.grader == "exact"])
+            found = (*MATH, *LEARNT[: self.grader == "exact"])
+            found = found if self._compares else (*MATH, *LEARNT, Layout("prompt"))
         return tuple(replace(layout, others=names) for layout in found)
 
     def _source(self, path: str, option: str, split: str, config: str, layouts: tuple[Layout, ...]) -> Source:
@@ -144,7 +155,8 @@ class Dataset(DatasetEnvironment):
             prompt = statement
         if self._function is not None:
             shown = {"gold": solution} if solution and not row.layout.answer else {}
-            return Problem(statement, prompt, _gold(row), {"row": row.as_json(), **shown}, solution, later)
+            gold = row.answer() if self._compares and row.layout.answer else _gold(row)
+            return Problem(statement, prompt, gold, {"row": row.as_json(), **shown}, solution, later)
         if self._tests:
             return Problem(statement, prompt, _tests(row), solution=solution, later=later)
         if row.layout.answer and self._reward:
@@ -159,7 +171,7 @@ class Dataset(DatasetEnvironment):
         """The grader's verdict, or the function's."""
         if self._function is None:
             return super().grade(task, transcript)
-        verdict = self._function(self.answer_in(transcript), task.data["row"])
+        verdict = self._function(self.answer_in(transcript), task)
         if not self.overlong.buffer:
             return verdict
         return self.less_length(verdict if isinstance(verdict, Grade) else Grade(verdict), transcript)

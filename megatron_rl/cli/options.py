@@ -29,8 +29,9 @@ def take(options: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
         if known is None:
             others.append(word)
             continue
-        takes_next = known.kind is not bool and rest and not rest[0].startswith("--")
-        texts = (text,) if equals else (rest.pop(0),) if takes_next else ()
+        texts = [text] if equals else []
+        while known.kind is not bool and rest and not rest[0].startswith("--") and (known.many or not texts):
+            texts.append(rest.pop(0))
         try:
             values[known.name] = value_of(known, on, texts)
         except ValueError as error:

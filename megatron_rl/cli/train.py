@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl.cli import COMMANDS
-from megatron_rl.cli.options import Ranks, read_ranks
+from megatron_rl.cli.first_run import HEADING, FirstRun, full_flags, is_first_run, show
+from megatron_rl.cli.options import Ranks, described, read_ranks
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.reference import help_text
 from megatron_rl.errors import ConfigError, Problem
@@ -35,13 +36,21 @@ def _run(name: str, words: Sequence[str], more: Sequence[str] = ()) -> int:
     if {"-h", "--help", "--help-all"} & set(words):
         usage = f"megatron-rl {name} [--nproc RANKS] [--nnodes N --node-rank R --master-addr HOST]"
         told = {"starts": (usage,), "about": COMMANDS[name][1], "own": _OWN_FLAGS.get(name, ())}
-        sys.stdout.write(help_text(common_only="--help-all" not in words, **told))
+        usage, rest = help_text(common_only="--help-all" not in words, **told).split("\n\n", 1)
+        first = f"{HEADING}\n{described(FirstRun)}\n" if name == "train" else ""
+        sys.stdout.write(f"{usage}\n\n{first}{rest}")
         return 0
+    command = ["megatron-rl", name, *words]
     try:
-        ranks, flags = read_ranks(words)
+        if is_first_run(words):
+            ranks, flags = full_flags(words)
+            command = ["megatron-rl", name, "--nproc", str(ranks.nproc), *flags]
+            show(["megatron-rl", "eval" if name == "eval" else "train", *command[2:]])
+        else:
+            ranks, flags = read_ranks(words)
     except ConfigError as error:
         return refuse(error.problems)
-    argv, command = [*flags, *more], ["megatron-rl", name, *words]
+    argv = [*flags, *more]
     asks = bool({"--check", "--estimate"} & set(argv))
     if ranks.is_one or asks:
         typed = None if by_torchrun() else command

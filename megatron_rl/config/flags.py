@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from megatron_rl.errors import Problem, shorten
 from megatron_rl.registry import Registry
-from megatron_rl.user_files import path_refusal
+from megatron_rl.user_files import is_entry, path_refusal
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
@@ -58,6 +58,8 @@ class Flag:
     off_aliases: tuple[str, ...] = ()
     path: bool = False
     """It names a file or directory."""
+    or_entry: bool = False
+    """In place of a path it may be a YAML mapping in braces."""
     common: bool = False
     """Shown by ``--help`` and not only by ``--help-all``."""
     names_of: Registry | None = None
@@ -118,7 +120,7 @@ class Flag:
         if self.choices and value not in self.choices:
             return f"is not {listed(self.choices)}, got {shorten(value)}"
         if self.path:
-            return path_refusal(value)
+            return None if self.or_entry and is_entry(value) else path_refusal(value)
         most = _LARGEST if self.kind is int and self.le is None and self.lt is None else self.le
         for bound, words, broken in (
             (self.ge, "at least", lambda bound: value < bound),

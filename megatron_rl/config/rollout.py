@@ -37,10 +37,10 @@ class EnvironmentConfig:
     """Environments, their server, and evaluation."""
 
     langrl_env_config: str | None = flag(
-        None, path=True, aliases=("--env-config",), common=True,
+        None, path=True, or_entry=True, aliases=("--env-config",), common=True,
         needed=("it names the tasks to train on", "environments.yaml"),
     )
-    """YAML list of environments and their weights."""
+    """YAML list of environments and their weights; or one entry in braces, '{environment: gsm8k}'."""
     langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag("inplace_megatron")
     """What generates rollouts: the training model in its own process. Both values serve completions and chats to
     harnesses."""

@@ -1,4 +1,4 @@
-"""The list of environments a run uses, a YAML file::
+"""The list of environments a run uses, a YAML file, or one entry of it in braces::
 
 - environment: arithmetic        # or Megatron's spelling, agent_type: ArithmeticAgent
   args: {max_terms: 6}           # or agent_args
@@ -34,7 +34,7 @@ from megatron_rl.environments.tool_calls import checked_tools
 from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import dumps
-from megatron_rl.user_files import read_text
+from megatron_rl.user_files import is_entry, read_text
 
 MAX_WEIGHT = 1e9
 MAX_LIST = 2**20
@@ -115,8 +115,8 @@ def load_environment_specs(
     """
     specs: list[EnvironmentSpec] = []
     problems: list[str] = []
-    for entry, line in zip(*_read_yaml(Path(path)), strict=True):
-        where = f"{path}:{line}"
+    for entry, line in zip(*_read_yaml(path), strict=True):
+        where = f"{shown_list(path)}:{line}"
         if where in skip:
             continue
         try:
@@ -126,18 +126,34 @@ def load_environment_specs(
     problems += _duplicates(specs)
     trained = [spec.weight for spec in specs if not spec.evaluation_only]
     if trained and sum(trained) == 0 and not skip:
-        problems.append(f"{path}: the weights sum to 0; give at least one entry a positive weight")
+        problems.append(f"{shown_list(path)}: the weights sum to 0; give at least one entry a positive weight")
     if problems:
         raise ConfigError(problem_lines(problems))
     return _with_distinct_names(specs)
 
 
-def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
-    """The entries of the list and the line each starts at."""
+def shown_list(path: str | Path) -> str:
+    """Return what messages call the list: its path, where it is one."""
+    return "the environment" if is_entry(str(path)) else str(path)
+
+
+def list_text(path: str | Path) -> str:
+    """Return the YAML of the list: that of a file, or the entry in braces that stands in place of one.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if is_entry(str(path)):
+        return f"- {path}"
     try:
-        text = read_text(path, MAX_LIST)
+        return read_text(Path(path), MAX_LIST)
     except ValueError as error:
         raise ConfigError([f"the environment list {shorten(str(path))} {error}; give a YAML file"]) from error
+
+
+def _read_yaml(source: str | Path) -> tuple[list[Any], list[int]]:
+    """The entries of the list and the line each starts at."""
+    text, path = list_text(source), shown_list(source)
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

@@ -1,13 +1,14 @@
 """Author's modules in a process of their own: listed, tried out, and surveyed for a run, whatever they do there.
 
-`list_environments`, `self_test` and `survey_list` ask; `find_all`, `inspect` and `survey` are what the process does.
+`list_environments`, `self_test`, `survey_list` and `data_size` ask; `find_all`, `inspect`, `survey` and `measure` are
+what the process does.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_rl.environments.loader import discover, find_environment, reason_o
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
+from megatron_rl.types import Message, Task
 
 PROGRAM = "megatron_rl.environments.loading"
 MAX_DETAIL = 2_000
@@ -41,6 +43,18 @@ class Surveyed(ServedEnvironment):
     """Whether it has demonstrations; False also if nobody asked."""
     overlong: Sequence[int] | None = None
     """Buffer, longest and longest free response in tokens, of an environment that reads a data set."""
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """What the lengths of a run follow from."""
+
+    tasks: int
+    """To train on."""
+    prompt: str | Sequence[Message]
+    """The longest one, in characters."""
+    answer: str
+    """The longest right answer or completion, in characters; "" where there is none."""
 
 
 def list_environments(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
@@ -158,5 +172,36 @@ def _surveyed(
                     demonstrates=demonstrates, overlong=overlong)  # fmt: skip
 
 
+def data_size(entry: str, demonstrations: bool, seconds: float = LOAD_SECONDS) -> DataSize:
+    """The size of what the environment ``entry`` trains on: its tasks, or its ``demonstrations``.
+
+    Raises:
+        ConfigError: it cannot be read; says why.
+    """
+    answer = run_in_child(PROGRAM, "measure", {"path": entry, "demonstrations": demonstrations}, seconds)
+    if answer.problems:
+        raise ConfigError(answer.problems)
+    return DataSize(**answer.result)
+
+
+def measure(report: Report, path: str, demonstrations: bool) -> dict[str, Any]:
+    """See `data_size`."""
+    report("", "the data", "it was read")
+    [spec] = load_environment_specs(path)
+    environment, size, prompt, answer = spec.create(), 0, "", ""
+    pairs: Iterable[tuple[Task, str]] = ((task, str(task.data.get("gold", ""))) for task in environment.tasks("train"))
+    if demonstrations:
+        rows = environment.demonstrations("train")
+        pairs = ((row.task, " ".join([row.completion, *(turn.completion for turn in row.later)])) for row in rows)
+    for task, written in pairs:
+        size += 1
+        prompt, answer = max(prompt, task.prompt, key=_characters), max(answer, written, key=len)
+    return {"tasks": size, "prompt": prompt, "answer": answer}
+
+
+def _characters(prompt: str | Sequence[Message]) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+
+
 if __name__ == "__main__":
-    answer_parent({"find_all": find_all, "inspect": inspect, "survey": survey})
+    answer_parent({"find_all": find_all, "inspect": inspect, "survey": survey, "measure": measure})

@@ -18,6 +18,7 @@ from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.wire import LOADING, write_private
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps
+from megatron_rl.user_files import is_entry
 
 WATCH_SECONDS = 0.05
 MAX_RESTARTS = 3
@@ -67,7 +68,8 @@ class EnvironmentServerProcess:
         self.pid: int | None = None
         """Of the server that answers."""
         self._start_timeout = start_timeout
-        self._command = ["-m", "megatron_rl.environments", "serve", os.path.realpath(config_path)]
+        listed = str(config_path) if is_entry(str(config_path)) else os.path.realpath(config_path)
+        self._command = ["-m", "megatron_rl.environments", "serve", listed]
         self._command += ["--port", str(port), "--address-file", str(self.address_file), "--parent", str(os.getpid())]
         self._command += ["--load-timeout", str(start_timeout), "--harness-processes", str(harness_processes)]
         # the thread is the server's parent, which the server follows in death: it lasts as long as the process

@@ -7,7 +7,6 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.extension import Function, advantage_of, filter_of
@@ -17,6 +16,7 @@ from megatron_rl.checkpoint.state import StateRegistry
 from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
+from megatron_rl.environments.config import list_text
 from megatron_rl.families import read_model
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
@@ -125,7 +125,7 @@ class RLRun(TrainingRun):
     @cached_property
     def _environment_list(self) -> str:
         """Checksum of the YAML list as the run began with it: the user may edit or remove the file meanwhile."""
-        return hashlib.sha256(Path(self.config.environment.langrl_env_config).read_bytes()).hexdigest()
+        return hashlib.sha256(list_text(self.config.environment.langrl_env_config).encode()).hexdigest()
 
 
 def build(base: Run) -> RLRun:

@@ -7,21 +7,16 @@ seconds a grade may take as ``DEADLINE``.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from megatron_rl.environments.grading.expressions import arithmetic_value
 from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade
 
-__all__ = ["Grader", "RewardFunction", "arithmetic_value", "grade", "needs_sandbox", "reward_function", "reward_range"]
-__all__ += ["stated_deadline"]
+__all__ = ["Grader", "arithmetic_value", "grade", "needs_sandbox", "reward_range", "stated_deadline"]
 
 Grader = Callable[[str, str], Grade]
 """From completion and gold answer."""
-RewardFunction = Callable[[str, Mapping[str, Any]], float | Grade]
-"""A user's own, from completion and row of the data set."""
 
 
 def grade(kind: str, completion: str, gold: str) -> Grade:
@@ -32,21 +27,6 @@ def grade(kind: str, completion: str, gold: str) -> Grade:
         ValueError: it cannot read the gold answer.
     """
     return GRADERS.get(kind)(completion, gold)
-
-
-def reward_function(reference: str) -> RewardFunction:
-    """Return the function ``file.py:function`` or ``package.module:function``.
-
-    Raises:
-        ConfigError: it is not there or cannot be imported.
-        ValueError: it cannot be called with a completion and a row.
-    """
-    function = GRADERS.get(reference)
-    try:
-        inspect.signature(function).bind("", {})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"reward {reference} cannot be called as function(completion, row): {error}") from error
-    return function
 
 
 def reward_range(reference: str) -> tuple[float, float | None]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.environments.config import shown_list
 from megatron_rl.environments.loading import Surveyed, survey_list
 from megatron_rl.errors import ConfigError, Problem, collecting
 from megatron_rl.families import model_directory, read_model, weight_problems
@@ -104,7 +105,7 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     supervised = not config.training.perform_rl_step and not alone
     with collecting(problems):
         found = survey_list(path, config.environment.rl_environment_load_timeout, demonstrations=supervised)
-        lines = _environment_faults(config, path, found, supervised)
+        lines = _environment_faults(config, shown_list(path), found, supervised)
         problems += [Problem("--langrl-env-config", line) for line in lines]
         if tokenizer is not None and (alone or not all(item.evaluation_only for item in found)):
             problems += chat_problems(config, found, tokenizer)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.options import read_ranks
+from megatron_rl.cli.first_run import FirstRun, is_first_run
+from megatron_rl.cli.options import read_ranks, take
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 
@@ -41,6 +42,10 @@ def _read(text: str) -> tuple[RLConfig, list[str], bool]:
     shown = [word for word in words if word not in ("...", "FLAGS", "--help")]
     shown += ["--eval-only"] if "megatron-rl eval" in text else []
     found, flags = read_ranks(shown)
+    if is_first_run(flags):  # tests/unit/cli/test_first_run.py runs those of docs/cli.md
+        asked, flags = take(FirstRun, flags)
+        assert asked.model and asked.data and (asked.reward or asked.sft)
+        flags = ["--load-hf", "DIR", *flags]
     ranks = re.search(r"--nproc-per-node[= ](\d+)", text)
     config, problems = read_config(flags, int(ranks[1]) if ranks else found.world_size)
     return config, problems, "--run-dir" not in shown
@@ -66,7 +71,7 @@ def test_its_flags_are_there(text: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_command_for_gpus_trains_in_bf16_and_is_found():
     readme = (REPOSITORY / "README.md").read_text()
-    block = readme.partition("## Train your own")[2].partition("```")[2].partition("```")[0]
+    block = readme.partition("## Every setting a flag")[2].partition("```")[2].partition("```")[0]
     assert block.index("/bin/activate") < block.index("megatron-rl train")
     (text,) = [text for text in _commands(REPOSITORY / "README.md") if "--nproc 8" in text]
     assert _read(text)[0].precision.bf16

@@ -1,0 +1,260 @@
+"""A first run in one line: ``megatron-rl train --model DIR --data questions.jsonl --reward exact``.
+
+What such a line leaves open is filled in from the data, the model and this machine, and printed as the full command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from megatron_rl.cli.options import Ranks, read_ranks, take
+from megatron_rl.config.arguments import read_flags
+from megatron_rl.config.flags import flag
+from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
+from megatron_rl.environments.loading import DataSize, data_size
+from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.run.memory.estimate import estimate, in_words
+from megatron_rl.run.preflight.inputs import open_tokenizer
+from megatron_rl.tokenizer import Tokenizer
+
+HEADING = "A first run in one line; what it leaves open is filled in and printed:"
+GROUP = 8
+SHORTEST_LIMIT = 256
+"""Tokens an answer may have at least, however short the right ones are: a model thinks before it answers."""
+HELD_OUT = 16
+"""One row in so many is for evaluations, where there are enough."""
+ENOUGH_TO_HOLD_OUT = 128
+MOST_STEPS = 200
+MOST_BIN = 16_384
+"""Tokens of a packed batch; more makes no step faster."""
+FILLED = 0.7
+"""Share of the free memory that may be planned with: activations are an approximation."""
+ALIGNMENT = 64
+RATES = ((10e6, 5e-4, 1e-3), (400e6, 2e-5, 5e-5), (float("inf"), 1e-6, 1e-5))
+"""Up to so many parameters: the learning rate of RL, and of SFT; see docs/hyperparameters.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRun:
+    """The flags of the short form."""
+
+    model: str | None = flag(None)
+    """The model to start from: a Hugging Face directory, a name on the hub, or a GGUF file."""
+    data: str | None = flag(None)
+    """Rows with a question and an answer: a file (jsonl, json, csv, parquet) or a name on the hub."""
+    reward: tuple[str, ...] = flag(())
+    """exact, math or another grader; file.py:function(completion, row) or, as in TRL, (completions, **columns). Several
+    are added up, with weights: exact style.py:brief=0.2."""
+    data_args: tuple[str, ...] = flag(())
+    """Further options of the data set, KEY=VALUE: prompt=q answer=a (names of columns), template="{q} = "."""
+    sft: bool = flag(False)
+    """Learn to write the completions (or the chats' last messages) of the data instead of RL with a reward."""
+
+
+class Machine(NamedTuple):
+    """What a rank may use; ``free`` in bytes."""
+
+    is_cuda: bool
+    free: int
+    bf16: bool
+
+
+def is_first_run(words: Sequence[str]) -> bool:
+    """Whether ``words`` are the short form."""
+    return bool({"--model", "--data", "--reward", "--sft"} & {word.partition("=")[0] for word in words})
+
+
+def full_flags(words: Sequence[str]) -> tuple[Ranks, list[str]]:
+    """Return the ranks and flags of the run that ``words`` mean; what they say themselves comes last and holds.
+
+    Raises:
+        ConfigError: every problem of the words, or the first of model and data.
+    """
+    ranks, rest = read_ranks(words)
+    asked, rest = take(FirstRun, rest)
+    if problems := _missing(asked):
+        raise ConfigError(problems)
+    options = {"path": asked.data, **_rewards(asked.reward), **_values(asked.data_args)}
+    given = ["--load-hf", asked.model]
+    reading = read_flags([*given, *rest])
+    if reading.problems:
+        raise ConfigError([Problem(each.flag, each.text.replace("--load-hf", "--model")) for each in reading.problems])
+    ranks, machine = _machine(ranks, any(word.startswith("--nproc") for word in words))
+    config = resolve(reading.config, ranks.world_size)
+    if config.tokenizer.tokenizer_model is None:
+        raise ConfigError([f"--model {asked.model} has no tokenizer; name one with --tokenizer-model DIR"])
+    tokenizer = open_tokenizer(config)
+    if not tokenizer.has_chat_template():
+        options.setdefault("chat", False)
+    size = _size(options, asked.sft)
+    if size.tasks >= ENOUGH_TO_HOLD_OUT and not {"test_path", "test_split", "held_out"} & set(options):
+        options["held_out"] = HELD_OUT
+    found = _Settings(config, tokenizer, size, machine, ranks.world_size, asked.sft)
+    values = found.values("held_out" in options or "test_path" in options or "test_split" in options)
+    values["run_dir"] = f"runs/{_stem(asked.data)}-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    entry = json.dumps({"environment": "dataset", "args": options}, ensure_ascii=False)
+    flags = {each.name: each for each in all_flags()}
+    unsaid = [flags[name].typed(value) for name, value in values.items() if name not in config.typed]
+    return ranks, [*given, "--langrl-env-config", entry, *shlex.split(" ".join(unsaid)), *rest]
+
+
+def show(words: Sequence[str]) -> None:
+    """Print the full command ``words``, a few flags a line."""
+    lines = [" ".join(words[:2])]
+    for word in map(shlex.quote, words[2:]):
+        if word.startswith("--") and len(lines[-1]) > 90:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    sys.stdout.write("the full command, to keep and to change:\n\n" + " \\\n".join(lines) + "\n\n")
+    sys.stdout.flush()
+
+
+def _missing(asked: FirstRun) -> list[Problem]:
+    wanted = {
+        "model": "the model to start from, for example --model Qwen/Qwen2.5-0.5B-Instruct",
+        "data": "rows with a question and an answer, for example --data questions.jsonl",
+        "reward": "what an answer is worth, for example --reward exact (or --sft for demonstrations)",
+    }
+    lacks = [name for name in wanted if not getattr(asked, name) and not (asked.sft and name == "reward")]
+    problems = [Problem(f"--{name}", f"--{name} is missing: {wanted[name]}") for name in lacks]
+    if asked.reward and asked.sft:
+        problems.append(Problem("--sft", "--sft learns from completions and takes no --reward; leave one of them out"))
+    return problems
+
+
+def _rewards(texts: Sequence[str]) -> dict[str, Any]:
+    """The option of the data set: one reward, or several with weights."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return {"reward": texts[0]}
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, equals, weight = text.rpartition("=") if "=" in text else (text, "", "1")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            raise ConfigError([f"--reward {text}: {weight!r} is no number; write {name}=0.2"]) from None
+    return {"rewards": weights} if weights else {}
+
+
+def _values(texts: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError([f"--data-args {text} has no value; write {name}=VALUE"])
+        try:
+            found[name] = yaml.safe_load(value) if re.fullmatch(r"[\w.+-]+", value) else value
+        except (yaml.YAMLError, ValueError):
+            found[name] = value
+    return found
+
+
+def _size(options: Mapping[str, Any], sft: bool) -> DataSize:
+    try:
+        size = data_size(json.dumps({"environment": "dataset", "args": options}), sft)
+    except ConfigError as error:
+        lines = [re.sub(r"^the environment:1: (dataset: )?", "", line) for line in error.lines]
+        advice = "; write --data-args prompt=COLUMN answer=COLUMN"
+        raise ConfigError([f"--data: {line}{advice if 'name its columns' in line else ''}" for line in lines]) from None
+    if not size.tasks:
+        what = "completions to learn from" if sft else "rows to train on"
+        raise ConfigError([f"--data {options['path']} has no {what}"])
+    return size
+
+
+def _stem(data: str) -> str:
+    return re.sub(r"[^\w-]", "_", Path(data).name.partition(".")[0]) or "data"
+
+
+def _machine(ranks: Ranks, are_given: bool) -> tuple[Ranks, Machine]:
+    """All GPUs of this machine unless ranks are given, and what a rank has. Torch is imported here."""
+    import torch
+
+    from megatron_rl.platform.device import gain_of_bf16, host_available
+
+    if not torch.cuda.is_available():
+        return ranks, Machine(False, int(host_available() * FILLED) // ranks.nproc, gain_of_bf16() > 1.2)
+    if not are_given:
+        ranks = replace(ranks, nproc=torch.cuda.device_count())
+    return ranks, Machine(True, int(torch.cuda.get_device_properties(0).total_memory * FILLED), True)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a first run is told, from what there is."""
+
+    config: RLConfig
+    tokenizer: Tokenizer
+    size: DataSize
+    machine: Machine
+    world_size: int
+    sft: bool
+
+    def values(self, evaluates: bool) -> dict[str, Any]:
+        """Field -> value."""
+        values = self._lengths() | {"bf16": True} if self.machine.bf16 else self._lengths()
+        if self.world_size > 1:
+            values["use_distributed_optimizer"] = True
+        values |= self._batch(values)
+        typed = self.config.typed
+        samples = values["global_batch_size"] if self.sft else values["grpo_prompts_per_step"]
+        steps = typed.get("train_iters") or min(max(-(-self.size.tasks // samples), 20), MOST_STEPS)
+        parameters = self._estimate(values).sizes.parameters
+        rate = next(rates[self.sft] for most, *rates in RATES if parameters <= most)
+        values |= {"lr": rate, "train_iters": steps, "lr_decay_style": "constant"}
+        values |= {"save_interval": max(1, steps // 5), "keep_last": 2, "resume": True}
+        if evaluates:
+            values |= {"eval_interval": max(1, steps // 5), "rl_prompts_per_eval": 32, "rl_samples_per_eval_prompt": 4}
+        return values
+
+    def _lengths(self) -> dict[str, int]:
+        """Tokens, from the longest prompt and answer of the data, as far as the model can see."""
+        prompt = self.size.prompt if isinstance(self.size.prompt, str) else tuple(self.size.prompt)
+        asked, answered = len(self.tokenizer.encode_prompt(prompt)), len(self.tokenizer.encode(self.size.answer)) + 16
+        limit = answered if self.sft else self.config.typed.get("rl_max_new_tokens") or max(SHORTEST_LIMIT, answered)
+        whole = -(-(asked + limit) // ALIGNMENT) * ALIGNMENT
+        seen = self.config.model.max_position_embeddings if "seq_length" not in self.config.typed else None
+        length = self.config.typed.get("seq_length") or min(whole, seen or whole)
+        if length - asked < min(limit, 16):
+            raise ConfigError([f"the longest prompt has {asked} tokens and a sequence {length}, which leaves no room"])
+        return {"seq_length": length} if self.sft else {
+            "perform_rl_step": True, "seq_length": length, "rl_max_new_tokens": min(limit, length - asked)
+        }  # fmt: skip
+
+    def _batch(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Prompts of a step, or sequences of a batch, and the micro-batch: the largest that fit."""
+        most = 32 if self.machine.is_cuda or self.sft else 8
+        count = 2 ** (min(most, self.size.tasks).bit_length() - 1)
+        batch: dict[str, Any] = {"global_batch_size": count}
+        if not self.sft:
+            batch = {"grpo_prompts_per_step": count, "grpo_group_size": GROUP}
+        sequences = max(1, count * (1 if self.sft else GROUP) // self.world_size)
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        most = max(1, min(sequences, MOST_BIN // values["seq_length"]))
+        sizes = [size for size in (32, 16, 8, 4, 2, 1) if size <= most]
+        tries = [{"micro_batch_size": size} for size in sizes] + [{"micro_batch_size": 1, **recompute}]
+        needed = 0
+        for one in tries:
+            found = self._estimate({**values, **batch, **one, "lr": 1.0, "train_iters": 1})
+            needed = max(found.training - found.for_rollouts, found.rollout - found.kv_cache.rollout)
+            if needed <= self.machine.free or "micro_batch_size" in self.config.typed:
+                return {**batch, **one}
+        raise ConfigError([
+            f"the model does not fit: it takes {in_words(needed)} on each rank, and {in_words(self.machine.free)} can "
+            "be planned with; use more ranks with --nproc and --tensor-model-parallel-size, or a smaller model"
+        ])
+
+    def _estimate(self, values: Mapping[str, Any]) -> Any:
+        unsaid = {name: value for name, value in values.items() if name not in self.config.typed}
+        config = resolve(self.config.with_values(**unsaid), self.world_size)
+        return estimate(config, self.world_size, self.tokenizer.vocab_size)

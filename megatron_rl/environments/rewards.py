@@ -1,0 +1,94 @@
+"""What ``reward`` of a data set may be: a grader, a function of your own or of TRL's signature, several with weights.
+
+Each becomes a `Reward`, called with the completion and its task.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_rl.environments.grading import grade, reward_range
+from megatron_rl.environments.results import checked_grade, is_right
+from megatron_rl.registry import GRADERS
+from megatron_rl.types import Grade, Task
+
+Reward = Callable[[str, Task], float | Grade]
+"""From the completion and its task, whose data has the columns as ``row`` and the right answer as ``gold``."""
+_NOT_HERE = ("completion_ids", "trainer_state")
+"""What TRL gives a reward beside prompts, completions and columns, and nobody knows where answers are graded."""
+
+
+def reward_of(reference: str) -> Reward:
+    """Return the reward of a grader's name, or of ``file.py:function``.
+
+    A function with a parameter ``completions`` has TRL's signature ``(completions, **columns) -> list[float]`` and is
+    called for one completion at a time; any other is called as ``function(completion, row)``.
+
+    Raises:
+        ConfigError: it is not there or cannot be imported.
+        ValueError: it cannot be called in either way.
+    """
+    if ":" not in reference:
+        GRADERS.get(reference)
+        return lambda completion, task: grade(reference, completion, task.data["gold"])
+    function = GRADERS.get(reference)
+    try:
+        signature = inspect.signature(function)
+        if "completions" in signature.parameters:
+            return _of_trl(reference, function, signature)
+        signature.bind("", {})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward {reference} cannot be called as function(completion, row): {error}") from error
+    return lambda completion, task: function(completion, task.data["row"])
+
+
+def _of_trl(reference: str, function: Callable[..., Any], signature: inspect.Signature) -> Reward:
+    wanted = {name for name, each in signature.parameters.items() if each.kind != inspect.Parameter.VAR_KEYWORD}
+    takes_all = len(wanted) < len(signature.parameters)
+    if inspect.iscoroutinefunction(function) or wanted & set(_NOT_HERE):
+        raise ValueError(f"it is async, or asks for {' or '.join(_NOT_HERE)}, which only TRL's trainer has")
+
+    def reward(completion: str, task: Task) -> float:
+        is_chat = not isinstance(task.prompt, str)
+        columns = {name: [value] for name, value in task.data["row"].items()}
+        columns["prompts"] = [[dict(message) for message in task.prompt] if is_chat else task.prompt]
+        columns["completions"] = [[{"role": "assistant", "content": completion}] if is_chat else completion]
+        given = columns if takes_all else {name: value for name, value in columns.items() if name in wanted}
+        returned = function(**given)
+        if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
+            raise TypeError(f"{reference} returned {returned!r:.60} for one completion, not a list of one number")
+        return 0.0 if returned[0] is None else returned[0]  # TRL: this reward does not apply to this sample
+
+    return reward
+
+
+def weighted(weights: Mapping[str, float]) -> tuple[Reward, tuple[float, float | None]]:
+    """Return the sum of rewards times their weights, and its lowest and highest value.
+
+    Each reward is also a metric of the grade, named like its grader or function. The first one says what is right.
+
+    Raises:
+        ConfigError: one is not there.
+        ValueError: a weight is no number, or two rewards have one name.
+    """
+    names = [reference.rpartition(":")[2] for reference in weights]
+    if wrong := [name for name, weight in weights.items() if type(weight) not in (int, float) or weight <= 0]:
+        raise ValueError(f"the weight of reward {wrong[0]} is {weights[wrong[0]]!r}; it must be a number above 0")
+    if len(set(names)) < len(names):
+        raise ValueError(f"two rewards are called {' and '.join(names)}; name each once")
+    parts = [(name, weight, reward_of(each)) for name, (each, weight) in zip(names, weights.items(), strict=True)]
+    ranges = [reward_range(each) for each in weights]
+    lowest = sum(weight * low for (low, _), weight in zip(ranges, weights.values(), strict=True))
+    tops = [None if high is None else weight * high for (_, high), weight in zip(ranges, weights.values(), strict=True)]
+
+    def reward(completion: str, task: Task) -> Grade:
+        grades = [checked_grade(part(completion, task)) for _, _, part in parts]
+        if fault := next((each for each in grades if each.failed), None):
+            return fault
+        total = sum(weight * each.reward for (_, weight, _), each in zip(parts, grades, strict=True))
+        metrics = {name: each.reward for (name, _, _), each in zip(parts, grades, strict=True)}
+        return Grade(total, metrics, grades[0].status, grades[0].extracted, correct=is_right(grades[0], ranges[0]))
+
+    return reward, (lowest, None if None in tops else sum(tops))

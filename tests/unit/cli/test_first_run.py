@@ -1,0 +1,106 @@
+"""`megatron-rl train --model DIR --data FILE --reward exact`: what such a line means, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl import cli
+from megatron_rl.cli.first_run import full_flags
+from megatron_rl.config.arguments import read_config
+from megatron_rl.config.rl_config import RLConfig
+from tests.support.hugging_face import write_shape
+from tests.support.ranks import REPOSITORY
+from tests.support.tiny import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights, and 160 questions."""
+    folder = tmp_path_factory.mktemp("first")
+    write_tokenizer(folder / "model")
+    write_shape(folder / "model")
+    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(160)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(40)]
+    (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def _config(*words: str) -> RLConfig:
+    ranks, flags = full_flags(words)
+    config, problems = read_config(flags, ranks.world_size)
+    assert problems == []
+    return config
+
+
+def test_a_question_and_an_answer_are_enough() -> None:
+    config = _config("--model", "model", "--data", "questions.jsonl", "--reward", "exact", "--lr", "3e-4", "--nproc=2")
+    entry = yaml.safe_load(config.environment.langrl_env_config)
+    assert entry == {
+        "environment": "dataset", "args": {"path": "questions.jsonl", "reward": "exact", "chat": False, "held_out": 16}
+    }  # fmt: skip
+    assert config.training.perform_rl_step and config.optimizer.lr == 3e-4, "what is typed holds"
+    assert (config.algorithm.grpo_prompts_per_step, config.algorithm.grpo_group_size) == (8, 8)
+    assert config.training.micro_batch_size == 32, "half of 64 samples"
+    assert config.parallel.use_distributed_optimizer
+    assert config.rollout.rl_max_new_tokens == 256
+    assert config.training.seq_length == 320, "256, a prompt of five tokens, in units of 64"
+    assert config.training.train_iters == 20 and config.training.eval_interval == 4
+    assert config.logging.run_dir.startswith("runs/questions-20")
+
+
+def test_demonstrations_need_no_reward() -> None:
+    config = _config("--model", "model", "--data", "shown.jsonl", "--sft")
+    assert not config.training.perform_rl_step
+    assert config.training.global_batch_size == 32 and config.training.seq_length == 64
+    assert config.training.eval_interval is None, "of 40 rows none is held out"
+
+
+def test_several_rewards_and_options_of_the_data() -> None:
+    words = ["--reward", "exact", "exact_number=0.5", "--data-args", "template={question} Go: ", "held_out=4"]
+    config = _config("--model", "model", "--data", "questions.jsonl", *words)
+    args = yaml.safe_load(config.environment.langrl_env_config)["args"]
+    assert args["rewards"] == {"exact": 1.0, "exact_number": 0.5}
+    assert (args["template"], args["held_out"]) == ("{question} Go: ", 4)
+
+
+def test_the_documents_lines_are_whole(folder: Path) -> None:
+    """The commands of docs/cli.md as they stand, on a model that is here; its rewards are the page's."""
+    page = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8").split("## A first run in one line")[1]
+    commands, code = (re.search(rf"```{name}\n(.*?)```", page, re.DOTALL)[1] for name in ("bash", "python"))
+    (folder / "rewards.py").write_text(code)
+    for command in commands.splitlines():
+        _, name, *words = shlex.split(command.replace("demonstrations.jsonl", "shown.jsonl"))
+        words[words.index("--model") + 1] = "model"
+        assert name == "train" and _config(*words).logging.run_dir
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["--data", "questions.jsonl"], ["--model is missing", "--reward is missing"]),
+        (["--model", "model", "--reward", "exact"], ["--data is missing"]),
+        (["--model", "model", "--data", "questions.jsonl", "--sft", "--reward", "exact"], ["takes no --reward"]),
+        (["--model", "nowhere", "--data", "questions.jsonl", "--reward", "exact"], ["--model"]),
+        (["--model", "model", "--data", "none.jsonl", "--reward", "exact"], ["--data: none.jsonl cannot be read"]),
+        (["--model", "model", "--data", "questions.jsonl", "--reward", "exact=x"], ["'x' is no number"]),
+        (["--model", "model", "--data", "questions.jsonl", "--sft"], ["have nothing to learn"]),
+        (["--model", "model", "--data", "questions.jsonl", "--reward", "exact", "--lrr", "1"], ["did you mean --lr?"]),
+    ],
+)
+def test_what_is_wrong_is_a_line_each(words: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *words]) == 2
+    head, *found = capsys.readouterr().err.splitlines()
+    assert head.startswith(f"{len(lines)} problem(s)")
+    assert all(line in text for line, text in zip(lines, found, strict=True)), found
