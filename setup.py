@@ -58,6 +58,8 @@ setup(
         "verifiers": ["verifiers>=0.4,<0.5"],
         # transformers loads quantised exports with these, and asks for these versions
         "export": ["accelerate>=1.1.0,<2", "compressed-tensors>=0.15.0,<0.21"],
+        # response_format and forced calls of `megatron-rl serve`
+        "structured": ["llguidance>=1.3,<2"],
         "gguf": ["gguf>=0.17,<0.20", "accelerate>=1.1.0,<2"],
         # metrics/hf_evaluate.py, for scripts of your own; no run imports it
         "evaluate": ["evaluate>=0.4.6,<0.5"],
@@ -73,6 +75,7 @@ setup(
             "compressed-tensors>=0.15.0",
             "evaluate>=0.4.6,<0.5",
             "gguf>=0.17,<0.20",
+            "llguidance>=1.3,<2",
             "openai>=2.0,<3",
             "verifiers>=0.4,<0.5",
         ],

@@ -230,6 +230,20 @@ class Tokenizer:
         """Ids of ``<0x00>`` to ``<0xFF>``, several of which make a character."""
         return frozenset(number for text, number in self._backend.get_vocab().items() if _BYTE.fullmatch(text))
 
+    def for_grammars(self) -> Any:
+        """Return this vocabulary as llguidance's ``LLTokenizer``; takes a second.
+
+        Raises:
+            ConfigError: llguidance cannot read it.
+        """
+        from llguidance.hf import from_tokenizer
+
+        try:
+            return from_tokenizer(self._backend, self.vocab_size, list(self.end_token_ids))
+        except Exception as error:  # it raises whatever its Rust part meets
+            reason = one_line(str(error), 200)
+            raise ConfigError([f"llguidance cannot read tokenizer {self.name!r}: {reason}"]) from error
+
     def decode_raw(self, token_ids: Sequence[int]) -> str:
         """Decode with special tokens by name, for records."""
         return self._backend.decode(list(token_ids), clean_up_tokenization_spaces=False)

@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_rl.sampling import Constraints as Constraints
+from megatron_rl.sampling import SamplingParams as SamplingParams
+
 if TYPE_CHECKING:
     import torch
 
@@ -160,18 +163,6 @@ class SourcedTask:
     epoch: int = 0
     """How often this task was drawn before; keeps the samples of a repeated task different."""
     prompt_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How completions are drawn. ``top_k=0`` and ``top_p=1.0`` mean off."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    greedy: bool = False
-    max_new_tokens: int = 64
-    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

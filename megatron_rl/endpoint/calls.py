@@ -23,7 +23,7 @@ from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Hints, Place, Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Completion, Constraints, Hints, Place, Request, SamplingParams, SourcedTask, Task
 
 POLICY = "policy"
 
@@ -42,6 +42,7 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        fixed: str = "",
     ) -> None:
         """Nothing listens before `start`.
 
@@ -51,9 +52,10 @@ class Endpoint:
             model: its name.
             port: 0 is any that is free.
             token: what callers must send; None makes one.
+            fixed: why the engine draws from the model's own distribution alone; empty where it need not.
         """
         self.token = token or secrets.token_urlsafe(32)
-        limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams())
+        limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams(), fixed)
         tokenizer = tokenizer.reading_at_most(max_sequence_length)
         self._pending = PendingCalls(tokenizer, limits, self._put, self._drop)
         self._http = HttpThread(self._pending, self.token, host, port)
@@ -182,5 +184,9 @@ def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
 def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int) -> Request:
     """Return what the engine is asked for."""
     source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
-    params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
+    constraints = sampling["constraints"]
+    if constraints is not None:
+        constraints = Constraints(**constraints | {"logit_bias": tuple(map(tuple, constraints["logit_bias"]))})
+    ends = {name: tuple(sampling[name]) for name in ("stop", "stop_token_ids")}
+    params = SamplingParams(**sampling | ends | {"constraints": constraints})
     return Request(source, tuple(ids), 1, params, place=Place(call=number, branch=choice), hints=Hints(goes_on=True))

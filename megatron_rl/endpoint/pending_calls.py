@@ -17,8 +17,10 @@ from typing import Any
 
 from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.fields import ApiError, refuse
-from megatron_rl.endpoint.protocol import ChatRequest, Options, TextRequest
+from megatron_rl.endpoint.options import Drawing, Options
+from megatron_rl.endpoint.protocol import ChatRequest, TextRequest
 from megatron_rl.endpoint.sessions import PlannedCall, Session, SessionEnd
+from megatron_rl.endpoint.shaping import Shaping
 from megatron_rl.errors import MegatronRLError, TextTooLong, one_line, shorten
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
@@ -45,6 +47,8 @@ class Call:
     """There is room for so many."""
     stop: tuple[str, ...]
     """The caller's own, beside the run's."""
+    stop_token_ids: tuple[int, ...]
+    """The caller's own."""
     sampling: SamplingParams | None
     """Where there is no session: the caller's, with ``max_new_tokens`` and ``stop``."""
     seed: int | None
@@ -61,6 +65,8 @@ class Limits:
     max_new_tokens: int
     sampling: SamplingParams
     """What callers leave open."""
+    fixed: str = ""
+    """Why the engine draws from the model's own distribution alone; empty where it need not."""
 
 
 @dataclass(eq=False)
@@ -91,6 +97,7 @@ class PendingCalls:
         self._pending: dict[int, PendingCall] = {}
         self._numbers = itertools.count()
         self._aborted: ApiError | None = None
+        self._shaping = Shaping(tokenizer, limits.fixed)
         self._text_thread = ThreadPoolExecutor(1, "endpoint-texts")
 
     def __len__(self) -> int:
@@ -145,19 +152,23 @@ class PendingCalls:
         """
         session = self._session(session_id)
         parser = await self.in_text_thread(self._parser, session.environment) if request.tools else ""
+        drawing = await self.in_text_thread(self._shaping.of_chat, request, parser, session.id is not None)
         # No other call of its conversation has these ids, and they are the same in each run.
-        prefix, stop = f"call_{len(request.messages)}", request.options.stop
+        prefix, stop = f"call_{len(request.messages)}", request.options.drawing.stop
         reader = AnswerReader(self.tokenizer, stop, parser if request.reads_calls else "", request.tools, prefix)
         plan = partial(session.begin_chat, messages=request.messages, tools=request.tools)
-        return await self._ask(session, request.options, "messages", [plan], reader, on_progress)
+        options = replace(request.options, drawing=drawing)
+        return await self._ask(session, options, "messages", [plan], reader, on_progress)
 
     async def ask_text(
         self, session_id: str | None, request: TextRequest, on_progress: OnProgress | None
     ) -> list[PendingCall]:
         """Hand over the calls of ``request``, the choices of the first prompt first; errors as of `ask_chat`."""
-        session, reader = self._session(session_id), AnswerReader(self.tokenizer, request.options.stop)
+        session, options = self._session(session_id), request.options
+        reader = AnswerReader(self.tokenizer, options.drawing.stop)
+        drawing = await self.in_text_thread(self._shaping.of_text, options, session.id is not None)
         plans = [partial(session.begin_text, prompt=prompt) for prompt in request.prompts]
-        return await self._ask(session, request.options, "prompt", plans, reader, on_progress)
+        return await self._ask(session, replace(options, drawing=drawing), "prompt", plans, reader, on_progress)
 
     async def _ask(
         self,
@@ -184,7 +195,7 @@ class PendingCalls:
             raise
         pending = []
         for index, (number, plan) in enumerate(zip(numbers, planned, strict=True)):
-            call = self._call(number, session, plan, options, index % options.n)
+            call = self._call(number, session, plan, options.drawing, index % options.n, options.seed)
             answer = asyncio.get_running_loop().create_future()
             report = on_progress and partial(on_progress, index)
             self._pending[number] = PendingCall(call, session, plan.num_prompt_tokens, reader, answer, report)
@@ -218,9 +229,11 @@ class PendingCalls:
             self._parsers[environment] = parser
         return self._parsers[environment]
 
-    def _call(self, number: int, session: Session, planned: PlannedCall, options: Options, choice: int) -> Call:
+    def _call(
+        self, number: int, session: Session, planned: PlannedCall, drawing: Drawing, choice: int, seed: int | None
+    ) -> Call:
         room = self.limits.max_sequence_length - planned.num_prompt_tokens
-        max_new_tokens = min(self.limits.max_new_tokens, room, options.max_new_tokens or room)
+        max_new_tokens = min(self.limits.max_new_tokens, room, drawing.max_new_tokens or room)
         is_trained = session.id is not None
         return Call(
             number=number,
@@ -229,9 +242,10 @@ class PendingCalls:
             ids=planned.ids,
             branch=planned.branch if is_trained else choice,
             max_new_tokens=max_new_tokens,
-            stop=options.stop,
-            sampling=None if is_trained else _sampling(options, self.limits.sampling, max_new_tokens),
-            seed=None if is_trained else options.seed,
+            stop=drawing.stop,
+            stop_token_ids=drawing.stop_token_ids,
+            sampling=None if is_trained else _sampling(drawing, self.limits.sampling, max_new_tokens),
+            seed=None if is_trained else seed,
         )
 
     # -- answers ---------------------------------------------------------------------------------
@@ -293,17 +307,20 @@ def _settle(answer: asyncio.Future[Choice], reading: asyncio.Future[Choice]) -> 
         answer.set_result(reading.result())
 
 
-def _sampling(options: Options, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
+def _sampling(asked: Drawing, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
     """What the caller asks for, and ``default`` where it leaves something open. Temperature 0 is greedy."""
-    temperature = default.temperature if options.temperature is None else options.temperature
+    temperature = default.temperature if asked.temperature is None else asked.temperature
     return replace(
         default,
         temperature=temperature or 1.0,
-        greedy=temperature == 0 or (options.temperature is None and default.greedy),
-        top_k=default.top_k if options.top_k is None else options.top_k,
-        top_p=default.top_p if options.top_p is None else options.top_p,
+        greedy=temperature == 0 or (asked.temperature is None and default.greedy),
+        top_k=default.top_k if asked.top_k is None else asked.top_k,
+        top_p=default.top_p if asked.top_p is None else asked.top_p,
+        min_p=default.min_p if asked.min_p is None else asked.min_p,
         max_new_tokens=max_new_tokens,
-        stop=tuple(dict.fromkeys((*default.stop, *options.stop))),
+        stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
+        stop_token_ids=asked.stop_token_ids,
+        constraints=asked.constraints,
     )
 
 

@@ -13,58 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.endpoint.fields import ApiError, Fields, refuse, typed
+from megatron_rl.endpoint.options import Options, read_options
 from megatron_rl.environments.tool_calls import Tools, checked_tools
 from megatron_rl.errors import shorten
 from megatron_rl.types import Message
 
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
 MAX_ANSWERS = 256
 """Choices of all prompts together."""
-MIN_TEMPERATURE = 1e-3
-"""Logits divided by less have log-probs that are not finite."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction",
-})  # fmt: skip
-"""Fields that change no answer."""
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "min_p": (0, 0.0),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Fields that are not supported, and the values with which they change nothing."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What both kinds of request have; None: the caller leaves it open."""
-
-    n: int = 1
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +33,10 @@ class ChatRequest:
     tools: Tools = ()
     reads_calls: bool = False
     """The answer is searched for calls of the tools."""
+    forced: Tools = ()
+    """The answer is a call of one of these."""
+    one_call: bool = False
+    """It ends with its first call."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +48,20 @@ class TextRequest:
     prompts: tuple[str | tuple[int, ...], ...]
 
 
-def read_chat(body: Any) -> ChatRequest:
-    """Read the request in a parsed body; `ApiError` names the field that is wrong."""
+def read_chat(body: Any, vocab_size: int) -> ChatRequest:
+    """Read the request in a parsed body; `ApiError` names the field that is wrong. Ids are below ``vocab_size``."""
     fields = _fields(body)
     messages = _messages(fields.required("messages", list))
-    tools, reads_calls = _tools(fields)
+    tools, choice, forced = _tools(fields)
+    several = fields.get("parallel_tool_calls", bool)
     model, logprobs = fields.required("model", str), bool(fields.get("logprobs", bool))
     limits = [fields.number(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
-    options = _options(fields, logprobs, min((limit for limit in limits if limit is not None), default=None))
-    return ChatRequest(model, options, messages, tools, reads_calls)
+    max_new_tokens = min((limit for limit in limits if limit is not None), default=None)
+    options = read_options(fields, logprobs, max_new_tokens, vocab_size)
+    one_call = bool(tools) and (several is False or choice == "function")
+    if forced and options.shape is not None:
+        refuse("tool_choice", f"forces a call, and {options.shape.param!r} another answer; give one of them")
+    return ChatRequest(model, options, messages, tools, bool(tools) and choice != "none", forced, one_call)
 
 
 def read_text(body: Any, vocab_size: int) -> TextRequest:
@@ -107,7 +72,7 @@ def read_text(body: Any, vocab_size: int) -> TextRequest:
     if logprobs:
         refuse("logprobs", f"is {shorten(logprobs)}; 0 gives those of the sampled tokens, others are not known")
     best_of = fields.number("best_of", int, 1)
-    options = _options(fields, logprobs is not None, fields.number("max_tokens", int, 1))
+    options = read_options(fields, logprobs is not None, fields.number("max_tokens", int, 1), vocab_size)
     n = options.n
     if len(prompts) * n > MAX_ANSWERS:
         refuse("n", f"is {n} for each of {len(prompts)} prompts; ask for at most {MAX_ANSWERS} answers at once")
@@ -120,53 +85,6 @@ def _fields(body: Any) -> Fields:
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_type", f"the body is {shorten(body)}; give a JSON object")
     return Fields(body)
-
-
-def _options(fields: Fields, logprobs: bool, max_new_tokens: int | None) -> Options:
-    """The fields that both kinds have; everything else of the request has been read before."""
-    stream_options = Fields(fields.get("stream_options", dict) or {}, "stream_options.")
-    temperature, top_p = fields.number("temperature", float, 0, 100), fields.number("top_p", float, 0, 1)
-    if temperature and temperature < MIN_TEMPERATURE:
-        refuse("temperature", f"is {temperature}; give 0 for the likeliest token, or {MIN_TEMPERATURE} at least")
-    if top_p == 0:
-        refuse("top_p", "is 0, which leaves no token; give a number above 0, or temperature 0")
-    top_k = fields.number("top_k", int, -1)
-    options = Options(
-        n=fields.number("n", int, 1, MAX_CHOICES) or 1,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k if top_k is None else max(top_k, 0),
-        seed=fields.number("seed", int, -(2**63), 2**63 - 1),
-        stop=_stop(fields.take("stop")),
-        stream=bool(fields.get("stream", bool)),
-        include_usage=bool(stream_options.get("include_usage", bool)),
-        logprobs=logprobs,
-    )
-    _refuse_unread(fields)
-    return options
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else typed(value, list, "stop") if value is not None else []
-    if len(strings) > MAX_STOPS:
-        refuse("stop", f"has {len(strings)} texts; give at most {MAX_STOPS}")
-    for index, text in enumerate(strings):
-        if not typed(text, str, f"stop[{index}]"):
-            refuse(f"stop[{index}]", "is empty; every answer would stop before it begins")
-        if len(text) > MAX_STOP_CHARACTERS:
-            refuse(f"stop[{index}]", f"has {len(text):,} characters; give at most {MAX_STOP_CHARACTERS}")
-    return tuple(dict.fromkeys(strings))
-
-
-def _refuse_unread(fields: Fields) -> None:
-    for name, neutral in UNSUPPORTED.items():
-        value = fields.take(name)
-        if value is not None and not any(type(value) is type(same) and value == same for same in neutral):
-            instead = f"leave it out{f', or give {neutral[0]!r}' if neutral else ''}"
-            refuse(name, f"is {shorten(value)}, which is not supported; {instead}", "unsupported_parameter")
-    for name in sorted(fields.unread - IGNORED):
-        refuse(name, "is no field that is known here; leave it out", "unknown_parameter")
 
 
 def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
@@ -188,19 +106,27 @@ def _prompt(value: Any, vocab_size: int, param: str) -> str | tuple[int, ...]:
     return tuple(value)
 
 
-def _tools(fields: Fields) -> tuple[Tools, bool]:
-    """The tools that the template shows, and whether the answer is searched for calls."""
+def _tools(fields: Fields) -> tuple[Tools, str, Tools]:
+    """The tools that the template shows; auto, none, required or function; and those of which one must be called."""
     given, choice = fields.get("tools", list) or [], fields.take("tool_choice")
-    several = fields.get("parallel_tool_calls", bool)
     try:
         tools = checked_tools(given)
     except ValueError as error:
         raise ApiError(400, "invalid_tools", f"'tools': {error}", "tools") from error
-    if choice not in (None, "auto", "none"):
-        refuse("tool_choice", f"is {shorten(choice)}, which nothing makes the model heed; give 'auto' or 'none'")
-    if several is False and tools:
-        refuse("parallel_tool_calls", "is false, which nothing makes the model heed; leave it out")
-    return tools, bool(tools) and choice != "none"
+    if choice in (None, "auto", "none"):
+        return tools, choice or "auto", ()
+    if choice == "required":
+        if not tools:
+            refuse("tool_choice", "is 'required', and there are no 'tools' to call")
+        return tools, choice, tools
+    if not isinstance(choice, dict):
+        refuse("tool_choice", f"is {shorten(choice)}; give 'auto', 'none', 'required' or a function")
+    function = Fields(choice, "tool_choice.").required("function", dict)
+    name = Fields(function, "tool_choice.function.").required("name", str)
+    forced = tuple(tool for tool in tools if tool["function"]["name"] == name)
+    if not forced:
+        refuse("tool_choice.function.name", f"is {shorten(name)}, which is none of 'tools'")
+    return tools, "function", forced
 
 
 def _messages(values: list[Any]) -> tuple[Message, ...]:

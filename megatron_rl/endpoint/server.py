@@ -123,7 +123,8 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer messages."""
-        asked = await self._pending.in_text_thread(_parsed, await request.read(), read_chat)
+        read = partial(read_chat, vocab_size=self._pending.tokenizer.vocab_size)
+        asked = await self._pending.in_text_thread(_parsed, await request.read(), read)
         return await self._answer(request, asked, self._pending.ask_chat)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:

@@ -11,7 +11,7 @@ import torch
 from megatron_rl.arithmetic import uniform
 from megatron_rl.inference.sampler import SamplingModes, SamplingTensors
 from megatron_rl.inference.sequence import Sequence
-from megatron_rl.types import FinishReason
+from megatron_rl.types import FinishReason, SamplingParams
 
 
 class BatchState:
@@ -32,6 +32,9 @@ class BatchState:
             setattr(self, name, torch.zeros(rows, dtype=torch.int64, device=device))
         self.temperature = torch.ones(rows, device=device)
         self.top_p = torch.ones(rows, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+        self.bias: torch.Tensor | None = None
+        """[rows, V] fp32, from the first sequence with a guide on."""
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.alive = torch.zeros(rows, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(rows, max_new_tokens + 1, dtype=torch.int64, device=device)
@@ -60,6 +63,17 @@ class BatchState:
         self.top_p[rows] = column([p.top_p for p in params], torch.float32)
         self.greedy[rows] = column([p.greedy for p in params], torch.bool)
         self.temperature[rows] = column([1.0 if p.greedy else p.temperature for p in params], torch.float32)
+        self.min_p[rows] = column([p.min_p for p in params], torch.float32)
+        self.set_biases(rows, [s.guide.bias(s.output_ids) if s.guide else None for s in sequences])
+
+    def set_biases(self, rows: torch.Tensor, biases: ListOf[torch.Tensor | None]) -> None:
+        """Write what is added to the logits of ``rows``, [V] each; None is nothing."""
+        if self.bias is None:
+            if not any(bias is not None for bias in biases):
+                return
+            self.bias = torch.zeros(len(self.token), self.is_stop.numel(), device=self.device)
+        nothing = torch.zeros(self.is_stop.numel())
+        self.bias[rows] = torch.stack([nothing if bias is None else bias for bias in biases]).to(self.device)
 
     def sampling(self, rows: slice | torch.Tensor, modes: SamplingModes) -> SamplingTensors:
         """Return how ``rows`` are sampled, as far as any request needs it."""
@@ -69,6 +83,8 @@ class BatchState:
             greedy=self.greedy[rows] if modes.greedy else None,
             top_k=self.top_k[rows] if modes.filtered else None,
             top_p=self.top_p[rows] if modes.filtered else None,
+            min_p=self.min_p[rows] if modes.floored else None,
+            bias=self.bias[rows] if modes.biased and self.bias is not None else None,
         )
 
     def ahead(self, rows: int, steps: int, max_length: int, draws: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,17 +168,22 @@ class OutputProcessor:
         """Read once which sequences have ended: those are finished, and their rows idle."""
         state, height = self._state, max(sequence.row for sequence in running) + 1
         alive, counts = torch.stack((state.alive[:height].long(), state.count[:height])).tolist()
-        watched = [s for s in running if s.request.sampling.stop or not alive[s.row]]
-        finished = []
+        watched = [s for s in running if s.is_watched or not alive[s.row]]
+        finished, guided = [], []
         for sequence, token_ids, logprobs in self._read(watched, [counts[s.row] for s in watched]):
             ids = sequence.output_ids + token_ids
-            kept, reason = self._ending(ids, sequence.request.sampling.stop, bool(alive[sequence.row]))
+            kept, reason = self._ending(ids, sequence.request.sampling, bool(alive[sequence.row]))
             if reason is not None:
                 new = kept - len(sequence.output_ids)
                 sequence.append(token_ids[:new], logprobs[:new])
                 sequence.finish(reason)
                 finished.append(sequence)
+            elif sequence.guide is not None and not sequence.guide.is_constant:
+                guided.append((sequence.row, sequence.guide.bias(ids)))
         self._leave(finished)
+        if guided:
+            rows, biases = zip(*guided, strict=True)
+            state.set_biases(torch.tensor(rows, device=state.device), biases)
         return finished
 
     def save(self, preempted: ListOf[Sequence]) -> None:
@@ -189,11 +210,16 @@ class OutputProcessor:
         if sequences:
             self._state.idle([sequence.row for sequence in sequences])
 
-    def _ending(self, ids: tuple[int, ...], stop: ListOf[str], alive: bool) -> tuple[int, FinishReason | None]:
+    def _ending(self, ids: tuple[int, ...], params: SamplingParams, alive: bool) -> tuple[int, FinishReason | None]:
         """How many tokens belong to the sequence, and why it ended; no reason while it goes on."""
-        kept = truncate_at_stop(ids, stop, self._decode_text) if stop else None
+        ends = (place for place, token in enumerate(ids, 1) if token in params.stop_token_ids)
+        by_id = next(ends, None) if params.stop_token_ids else None
+        ids, alive = ids[:by_id], alive and by_id is None
+        kept = truncate_at_stop(ids, params.stop, self._decode_text) if params.stop else None
         if kept is not None:
             return kept, "stop_string"
+        if by_id is not None:
+            return by_id, "stop"
         if alive:
             return len(ids), None
         return len(ids), "stop" if ids[-1] in self._stop_ids else "length"

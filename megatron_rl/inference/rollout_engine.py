@@ -24,6 +24,7 @@ from megatron_rl.inference.batch_state import BatchState, OutputProcessor
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
+from megatron_rl.inference.guides import FOR_EVER, Grammars, Guide
 from megatron_rl.inference.kv_cache import build_cache
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
@@ -33,7 +34,7 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.collectives import OneStage, StageMessages, max_over
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.types import Completed, Request
+from megatron_rl.types import Completed, Constraints, Request
 
 
 class Passes(NamedTuple):
@@ -77,8 +78,12 @@ class RolloutEngine(Engine):
         decode_text: Callable[[ListOf[int]], str],
         groups: ParallelGroups | None = None,
         messages: StageMessages | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """``groups``: None is one rank. ``messages``: to the other pipeline stages, of which this is a lane."""
+        """``groups``: None is one rank. ``messages``: to the other pipeline stages, of which this is a lane.
+
+        ``grammars`` are for requests with constraints.
+        """
         self._options = options = possible_graphs(options, policy)
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
         self.kv_format = self.cache.format
@@ -98,6 +103,7 @@ class RolloutEngine(Engine):
         if self._lockstep_group is not None and not self._is_staged:
             drop_unequal_graphs([self.runner], self.max_batch_size, self._lockstep_group)
         self._outputs = OutputProcessor(state, stop_token_ids, decode_text)
+        self._grammars, self._end_ids = grammars, stop_token_ids
         self._groups: dict[int, SequenceGroup] = {}
         self._cancelled: set[int] = set()
         """Calls to be dropped when the next step begins; a lane of pipeline stages may be amid one."""
@@ -171,6 +177,8 @@ class RolloutEngine(Engine):
         prefills = len(self.runner.passes(chunks))
         modes = SamplingModes.of(group.request.sampling for group in self._groups.values())
         steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read())
+        if modes.biased:
+            steps = min(steps, self._steps_of_guides(chunks, running))
         if steps == 0:
             return Passes(prefills, modes=modes)
         # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see arithmetic.py).
@@ -179,6 +187,14 @@ class RolloutEngine(Engine):
         self.statistics.decode_steps += steps
         self.statistics.decode_rows += steps * rows
         return Passes(prefills, rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, modes)
+
+    @staticmethod
+    def _steps_of_guides(chunks: ListOf[Chunk], running: ListOf[Sequence]) -> int:
+        """For how many steps all biases hold; none where a bias ends with a first token, which comes before."""
+        begun = {id(sequence) for chunk in chunks if chunk.is_last for sequence in chunk.sequences}
+        guided = [s for s in running if s.guide is not None]
+        left = (s.guide.holds_until(s.num_generated - (id(s) in begun)) - s.num_generated for s in guided)
+        return min(left, default=FOR_EVER)
 
     def _shared_rows(self, of_all: Passes) -> int | None:
         """See `RolloutPlan`: with graphs all ranks have as many."""
@@ -261,8 +277,16 @@ class RolloutEngine(Engine):
         group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
         self._groups[group.number] = group
         self._submitted += 1
+        if request.sampling.constraints is not None:
+            self._constrain(group, request.sampling.constraints)
         for sequence in group.open_sequences:
             self._scheduler.add(sequence)
+
+    def _constrain(self, group: SequenceGroup, constraints: Constraints) -> None:
+        matcher = None if self._grammars is None else self._grammars.matcher
+        ends = {*self._end_ids, *group.request.sampling.stop_token_ids}
+        for sequence in group.open_sequences:
+            sequence.guide = Guide(constraints, self.runner.state.is_stop.numel(), ends, matcher)
 
     def cancel(self, calls: Collection[int]) -> None:
         self._cancelled.update(calls)

@@ -30,6 +30,10 @@ class SamplingModes(NamedTuple):
     filtered: bool = False
     """Top-k or top-p."""
     tempered: bool = False
+    floored: bool = False
+    """Min-p."""
+    biased: bool = False
+    """A request has `Constraints`."""
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingModes:
@@ -39,6 +43,8 @@ class SamplingModes(NamedTuple):
             greedy=any(p.greedy for p in params),
             filtered=any(p.top_k > 0 or p.top_p < 1.0 for p in params),
             tempered=any(p.temperature != 1.0 for p in params),
+            floored=any(p.min_p > 0 for p in params),
+            biased=any(p.constraints is not None for p in params),
         )
 
 
@@ -55,6 +61,10 @@ class SamplingTensors:
     """int64; the vocabulary size where off. There is one where there is ``top_p``."""
     top_p: torch.Tensor | None = None
     """fp32; 1 where off."""
+    min_p: torch.Tensor | None = None
+    """fp32; 0 where off."""
+    bias: torch.Tensor | None = None
+    """[N, V] fp32, added to the logits."""
 
 
 class Sampler:
@@ -82,12 +92,17 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors) -
 
     ``logits`` [N, V] fp32 over the real vocabulary; ``numbers`` [N] are of `uniform`, at the positions
     of the tokens to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
-    were drawn from: tempered, and renormalised over the top-k / top-p support where that is on.
+    were drawn from: biased, tempered, and renormalised over the min-p / top-k / top-p support where that is on.
     """
     temperature = params.temperature
+    if params.bias is not None:
+        logits = logits + params.bias
+    if temperature is not None and (params.top_k is not None or params.min_p is not None):
+        logits, temperature = logits / temperature[:, None], None
+    if params.min_p is not None:
+        floor = logits.amax(-1, keepdim=True) + params.min_p[:, None].log()
+        logits = logits.masked_fill(logits < floor, float("-inf"))
     if params.top_k is not None:
-        if temperature is not None:
-            logits, temperature = logits / temperature[:, None], None
         logits = _keep_support(logits, params.top_k, params.top_p)
     if logits.is_cuda:
         from megatron_rl.inference.sampling_kernel import draw_by_chunks

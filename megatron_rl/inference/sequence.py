@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from megatron_rl.types import Completed, Completion, FinishReason, Request
+
+if TYPE_CHECKING:
+    from megatron_rl.inference.guides import Guide
 
 
 class SequenceStatus(Enum):
@@ -47,6 +51,8 @@ class Sequence:
     """What was drawn, as far as it was read: at a preemption, and at the end. `completion` stamps the version."""
     preempted: bool = False
     """It was in the cache before: it made room for others, or was interrupted in an earlier rollout."""
+    guide: Guide | None = None
+    """Where its request has constraints."""
 
     def __post_init__(self) -> None:
         self.request: Request = self.group.request  # asked for often, so no property
@@ -58,6 +64,12 @@ class Sequence:
                 self.status = SequenceStatus.FINISHED
         self._before = self.output
         """What was drawn of it in earlier rollouts."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the host has to see its tokens before it ends."""
+        params = self.request.sampling
+        return bool(params.stop or params.stop_token_ids or (self.guide is not None and not self.guide.is_constant))
 
     @property
     def output_ids(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, possible_graphs
+from megatron_rl.inference.guides import Grammars
 from megatron_rl.inference.kv_cache import shared_out
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel
@@ -42,10 +43,13 @@ class StagedEngine(Engine):
         stop_token_ids: ListOf[int],
         decode_text: Callable[[ListOf[int]], str],
         groups: ParallelGroups,
+        grammars: Grammars | None = None,
     ) -> None:
         sizes = shared_out(policy, possible_graphs(options, policy), groups.pipeline_group.size())
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
-        self.lanes = [RolloutEngine(policy, size, stop_token_ids, decode_text, groups, messages) for size in sizes]
+        self.lanes = [
+            RolloutEngine(policy, size, stop_token_ids, decode_text, groups, messages, grammars) for size in sizes
+        ]
         self.max_batch_size = sum(lane.max_batch_size for lane in self.lanes)
         self.kv_format = self.lanes[0].kv_format
         for lane in self.lanes:

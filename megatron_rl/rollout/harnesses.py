@@ -197,6 +197,7 @@ class Harnesses:
             request.sampling,
             max_new_tokens=min(request.sampling.max_new_tokens, call.max_new_tokens),
             stop=tuple(dict.fromkeys((*request.sampling.stop, *call.stop))),
+            stop_token_ids=tuple(call.stop_token_ids),
         )
         prompt_ids = trace.begin(call.number, call.after, call.ids)
         return replace(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.guides import Grammars
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models.attention.selection import requirements_of
@@ -91,8 +92,17 @@ def build_engine(
 
         return McoreEngine(policy, options, ends)
     if config.stages.count > 1:
-        return StagedEngine(policy, options, ends, tokenizer.decode, groups)
-    return RolloutEngine(policy, options, ends, tokenizer.decode, groups)
+        return StagedEngine(policy, options, ends, tokenizer.decode, groups, Grammars(tokenizer))
+    return RolloutEngine(policy, options, ends, tokenizer.decode, groups, grammars=Grammars(tokenizer))
+
+
+def why_fixed(config: RLConfig) -> str:
+    """Say why the engine cannot draw by a grammar or with penalties; empty if it can."""
+    if config.rollout.rl_inference_engine == "mcore":
+        return "--rl-inference-engine mcore draws from the model's own distribution alone"
+    if (config.parallel.expert_model_parallel_size or 1) > 1:
+        return "ranks that share experts take their steps together, and none may wait for a grammar"
+    return ""
 
 
 def build_rollouter(run: Run, engine: Engine) -> Rollouter:
@@ -130,6 +140,7 @@ def serve_harnesses(run: Run) -> HarnessSettings | None:
             max_sequence_length=rollout.inference_max_seq_length,
             max_new_tokens=max(rollout.rl_max_new_tokens, rollout.rl_eval_max_new_tokens),
             port=port and port + run.groups.rollout_rank,
+            fixed=why_fixed(config),
         )
         endpoint.start()
         run.closing.callback(endpoint.close)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import socket
 import threading
@@ -39,7 +41,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.mark.own_process
 def test_what_is_drawn_and_what_is_batched(model):
-    config = model_config(str(model), ["--seed", "5"], world_size=1, at_once=16)
+    config = model_config(str(model), ["--seed", "5", "--rl-tool-call-parser", "hermes"], world_size=1, at_once=16)
     with open_generator(config) as generator:
         factory = generator.factory
         endpoint = Endpoint(
@@ -53,6 +55,7 @@ def test_what_is_drawn_and_what_is_batched(model):
             _goes_on(generator, endpoint, client)
             _batches(generator, endpoint, client)
             _hangs_up(generator, endpoint, client)
+            _keeps_to_grammars(generator, endpoint, client)
         finally:
             endpoint.close()
 
@@ -124,6 +127,50 @@ def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) ->
     steps_together = statistics.decode_steps - before - steps_alone
     assert together == one_by_one, "whoever else asks changes no answer"
     assert steps_together <= steps_alone / 8
+
+
+def _keeps_to_grammars(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:
+    """Random weights, so nothing but the grammar makes an answer one; who asks for none gets what it always gets."""
+    schema = {
+        "type": "object", "additionalProperties": False, "required": ["unit", "digits"],
+        "properties": {"unit": {"enum": ["m", "km"]}, "digits": {"type": "string", "pattern": "^[0-9]{2}$"}},
+    }  # fmt: skip
+    tool = {"type": "function", "function": {"name": "add", "parameters": {
+        "type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+    }}}  # fmt: skip
+    ask = client.chat.completions.create
+    call = ASK | {"tools": [tool], "max_tokens": 64}
+
+    def converse() -> list[Any]:
+        with ThreadPoolExecutor(8) as pool:
+            free = pool.submit(ask, **ASK, seed=7)
+            asked = [
+                pool.submit(ask, **ASK | {"max_tokens": 64}, response_format={
+                    "type": "json_schema", "json_schema": {"name": "length", "schema": schema},
+                }),
+                pool.submit(ask, **ASK, extra_body={"guided_choice": ["yes", "no"]}, stream=True),
+                pool.submit(ask, **ASK, extra_body={"structured_outputs": {"regex": "[ab]{3}/\\d"}}),
+                pool.submit(ask, **call, tool_choice={"type": "function", "function": {"name": "add"}}),
+                pool.submit(ask, **call, tool_choice="required", parallel_tool_calls=False, temperature=0),
+                pool.submit(ask, **ASK, extra_body={"ignore_eos": True, "min_p": 0.1}, frequency_penalty=1),
+            ]  # fmt: skip
+            answers = [each.result() for each in asked]
+            answers[1] = "".join(chunk.choices[0].delta.content or "" for chunk in answers[1])
+            return [free.result(), *answers]
+
+    free, length, choice, matched, named, required, endless = _while_serving(generator, endpoint, converse)
+    assert _texts(free) == _texts(_while_serving(generator, endpoint, lambda: ask(**ASK, seed=7)))
+    assert re.fullmatch('\\{"unit": "k?m", "digits": "[0-9]{2}"\\}', _texts(length)[0])
+    assert choice in ("yes", "no")
+    assert re.fullmatch(r"[ab]{3}/\d", _texts(matched)[0])
+    for answer in (named, required):
+        (made,) = answer.choices[0].message.tool_calls
+        assert (made.function.name, answer.choices[0].finish_reason) == ("add", "tool_calls")
+        assert json.loads(made.function.arguments) in ({"a": 1}, {"a": 2})
+    assert endless.usage.completion_tokens == ASK["max_tokens"]
+    assert endless.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="cannot be made to hold"):
+        _while_serving(generator, endpoint, lambda: ask(**ASK, extra_body={"guided_regex": "("}))
 
 
 def _hangs_up(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:

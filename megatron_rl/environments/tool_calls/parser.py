@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_rl.environments.tool_calls.grammar import Literal, closed, json_rule, written
 from megatron_rl.environments.tool_calls.schemas import Schemas, value_of
 from megatron_rl.json_text import check_bounds, dumps, loads
 
@@ -59,11 +60,33 @@ class Parser(ABC):
     def write(self, calls: Sequence[Written]) -> str:
         """Calls as the model writes them."""
 
+    between: ClassVar[str] = "\n"
+    """Stands between two calls."""
+    close: ClassVar[str] = ""
+    """Ends a call, and an answer that may have only one; empty where calls have no end mark."""
+
+    def grammar(self, schemas: Schemas, literal: Literal) -> str:
+        """Return rules in Lark's notation, of which ``call`` is any call as `write` writes it; empty: unknown."""
+        return ""
+
 
 class SearchingParser(Parser):
     """Reads one call after the other, each where ``begin`` is found."""
 
     begin: ClassVar[re.Pattern[str]]
+    json_form: ClassVar[tuple[str, str]] | None = None
+    """What `write` puts before and after the JSON of the arguments, with ``{}`` for the name as a JSON text."""
+
+    def grammar(self, schemas: Schemas, literal: Literal) -> str:
+        if self.json_form is None:
+            return ""
+        before, after = self.json_form
+        rules = [f"call: {' | '.join(f'f{n}' for n in range(len(schemas)))}"]
+        for number, (name, schema) in enumerate(schemas.items()):
+            begin = written(before.replace("{}", dumps(name)), self.markers, literal)
+            rules.append(f"f{number}: {begin} a{number} {written(after, self.markers, literal)}")
+            rules.append(f"a{number}: {json_rule(closed(schema))}")
+        return "\n".join(rules)
 
     @abstractmethod
     def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
@@ -103,6 +126,32 @@ class TaggedParser(SearchingParser):
             shown = ((key, value if isinstance(value, str) else dumps(value)) for key, value in arguments.items())
             lines += [begin.format(name), *(argument.format(*each) for each in shown), end]
         return "\n".join(lines)
+
+    def grammar(self, schemas: Schemas, literal: Literal) -> str:
+        """A value of text type is any text that does not end it; those that are required come in their order."""
+        begin, argument, end = self.written
+        before, between, after = argument.split("{}")
+        rules = [f"call: {' | '.join(f'f{n}' for n in range(len(schemas)))}"]
+
+        def shown(words: str) -> str:
+            return written(words, self.markers, literal)
+
+        for number, (name, schema) in enumerate(schemas.items()):
+            parts = [shown(begin.replace("{}", name) + "\n")]
+            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            for place, (key, value) in enumerate(schema.get("properties", {}).items()):
+                rule, close = f"v{number}_{place}", shown(after)
+                value = value if isinstance(value, Mapping) else {}  # true is a schema, too
+                if value.get("type") != "string" or "enum" in value:
+                    rules.append(f"{rule}: {json_rule({**definitions, **value})} {close}")
+                elif close.startswith("<"):  # a special token, which is in no text
+                    rules.append(f"{rule}: /(.|\\n)*/ {close}")
+                else:
+                    rules.append(f"{rule}[suffix={dumps(after)}]: /(.|\\n)*/")
+                whole = f"{shown(before + key + between)} {rule} {shown(chr(10))}"
+                parts.append(whole if key in schema.get("required", ()) else f"({whole})?")
+            rules.append(f"f{number}: {' '.join(parts)} {shown(end)}")
+        return "\n".join(rules)
 
     def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
         """Read the arguments one by one, up to the end of the call."""

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.endpoint.fields import ApiError
-from megatron_rl.endpoint.protocol import ChatRequest, Options, TextRequest, read_chat, read_text
+from megatron_rl.endpoint.options import Drawing, Options
+from megatron_rl.endpoint.protocol import ChatRequest, TextRequest, read_chat, read_text
+from megatron_rl.types import Constraints
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -15,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return read_chat({"model": "policy", "messages": [USER], **fields})
+    return read_chat({"model": "policy", "messages": [USER], **fields}, vocab_size=100)
 
 
 def text(**fields: Any) -> TextRequest:
@@ -26,8 +28,12 @@ def test_all_that_a_chat_may_ask_for():
     request = chat(
         max_tokens=9, max_completion_tokens=7, temperature=0, top_p=0.5, top_k=-1, n=3, seed=-4, stop=["a", "b", "a"],
         stream=True, stream_options={"include_usage": True}, logprobs=True, tools=[TOOL], tool_choice="auto",
+        min_p=0.1, stop_token_ids=[7, 7], min_tokens=2, logit_bias={"3": -100, "4": 0}, presence_penalty=1,
+        frequency_penalty=-0.5, ignore_eos=True,
     )  # fmt: skip
-    assert request.options == Options(3, 7, 0.0, 0.5, 0, -4, ("a", "b"), True, True, True)
+    constraints = Constraints("", ((3, -100.0),), 1.0, -0.5, 2, True)
+    drawing = Drawing(7, 0.0, 0.5, 0, 0.1, ("a", "b"), (7,), constraints, "logit_bias")
+    assert request.options == Options(3, -4, True, True, True, None, drawing)
     assert (request.tools, request.reads_calls) == ((TOOL,), True)
     assert not chat(tools=[TOOL], tool_choice="none").reads_calls
     assert chat() == chat(
@@ -94,19 +100,34 @@ def test_prompts():
         ({"stream": "yes"}, "stream", "true or false"),
         ({"top_logprobs": 2}, "top_logprobs", "not supported"),
         ({"logprobs": 1}, "logprobs", "true or false"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "or give {'type': 'text'}"),
-        ({"logit_bias": {"3": 1}}, "logit_bias", "not supported"),
-        ({"presence_penalty": 0.1}, "presence_penalty", "or give 0"),
-        ({"frequency_penalty": -1}, "frequency_penalty", "or give 0"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "give text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "one of them"),
+        ({"guided_json": "{"}, "guided_json", "is no JSON"),
+        ({"guided_json": "[]"}, "guided_json", "give an object"),
+        ({"guided_choice": []}, "guided_choice", "has 0 texts"),
+        ({"guided_choice": ["a", 1]}, "guided_choice[1]", "give a text"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not supported"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "give token ids"),
+        ({"logit_bias": {"100": 1}}, "logit_bias", "from 0 to 99"),
+        ({"logit_bias": {"3": 101}}, "logit_bias.3", "from -100 to 100"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "or give 1"),
+        ({"min_p": 2}, "min_p", "from 0 to 1"),
+        ({"min_tokens": -1}, "min_tokens", "at least 0"),
+        ({"stop_token_ids": [100]}, "stop_token_ids", "from 0 to 99"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "leave it out"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"made_up": 1}, "made_up", "no field that is known"),
         ({"tools": [{"type": "function"}]}, "tools", "tool 0"),
         ({"tools": [TOOL, TOOL]}, "tools", "names must be unique"),
         ({"tools": {"f": TOOL}}, "tools", "give a list"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "nothing makes the model heed"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "nothing makes the model heed"),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
+        ({"tool_choice": "required"}, "tool_choice", "no 'tools' to call"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'required' or a function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "is missing"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice.function.name", "none of 'tools'"),
+        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "give one of them"),
     ],
 )
 def test_chats_that_are_refused(fields, param, why):
@@ -149,4 +170,4 @@ def _assert_refused(read, fields, param, why):
 
 def test_a_body_that_is_no_object():
     with pytest.raises(ApiError, match="give a JSON object"):
-        read_chat([1])
+        read_chat([1], vocab_size=100)

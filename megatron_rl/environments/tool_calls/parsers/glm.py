@@ -23,6 +23,7 @@ class Glm(TaggedParser):
     key = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
     end_of_value = "</arg_value>"
     end = re.compile(r"\s*</tool_call>")
+    close = "</tool_call>"
     written = "<tool_call>{}", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>", "</tool_call>"
     template = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>"
     examples = (

@@ -25,6 +25,8 @@ class Hermes(SearchingParser):
 
     markers = (OPEN, CLOSE)
     begin = re.compile(OPEN)
+    json_form = f'{OPEN}\n{{"name": {{}}, "arguments": ', f"}}\n{CLOSE}"
+    close = CLOSE
     template = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     examples = (
         Example(

@@ -34,6 +34,8 @@ class Llama(SearchingParser):
     begin = re.compile(
         rf'{re.escape(TAG)}\s*|<function=(?P<tag>[^<>]*)>|(?P<bare>\{{)\s*"(?:name|parameters|type)"\s*:'
     )
+    json_form = '{"name": {}, "parameters": ', "}"
+    between = "; "
     template = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
     examples = (
         Example(

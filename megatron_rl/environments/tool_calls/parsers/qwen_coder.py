@@ -24,7 +24,7 @@ class QwenCoder(TaggedParser):
     markers = ("<tool_call>", "</tool_call>")
     begin = re.compile(r"(?:<tool_call>\s*)?<function=([^<>]*)>|<tool_call>")
     key = re.compile(r"\s*<parameter=([^<>]*)>")
-    end_of_value, around_value = "</parameter>", "\n"
+    end_of_value, around_value, close = "</parameter>", "\n", "</tool_call>"
     end = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
     written = "<tool_call>\n<function={}>", "<parameter={}>\n{}\n</parameter>", "</function>\n</tool_call>"
     template = "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>"

@@ -1,0 +1,45 @@
+"""How answers are drawn: what a request says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What changes the distribution as an answer grows: for answers that nobody trains on."""
+
+    grammar: str = ""
+    """In Lark's notation: the answer is one of its texts. Empty: any text."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to their logits."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the answer has."""
+    frequency_penalty: float = 0.0
+    """Taken off for each time that the answer has them."""
+    min_tokens: int = 0
+    """No end token is drawn before so many others."""
+    ignores_end: bool = False
+    """No end token is drawn at all."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a penalty is on."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn. ``top_k=0``, ``top_p=1.0`` and ``min_p=0.0`` mean off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """An answer ends with the first of them, beside the end tokens."""
+    min_p: float = 0.0
+    """Tokens with less than this part of the likeliest one's probability are not drawn."""
+    constraints: Constraints | None = None
