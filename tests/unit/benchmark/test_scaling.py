@@ -11,7 +11,7 @@ from megatron_rl.config.arguments import read_config
 from megatron_rl.run.memory.estimate import estimate
 from tools.benchmark import scaling
 from tools.benchmark.on_gpu import shapes
-from tools.benchmark.on_paper import decode
+from tools.benchmark.on_paper import decode, training
 from tools.benchmark.on_paper.seconds import (
     Machine,
     all_to_all_bytes,
@@ -212,3 +212,14 @@ def test_decode_steps_on_paper_are_those_of_the_document():
     weights = 28 * (3584 * (28 + 8) * 128 + 3584 * 3584 + 3 * 3584 * 18944) + 152064 * 3584
     assert floor == pytest.approx((2 * weights + 1024 * 57_344) / 4.3e12)
     assert launches == 28 * 11 + 14
+
+
+def test_training_on_paper_is_that_of_the_document():
+    """A 7B in fp8, both passes: products of linears count half; the head, 545e6 numbers, and attention do not."""
+    document = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
+    for row in training.rows():
+        assert f"| {' | '.join(row)} |" in document, "run tools/benchmark/on_paper/training.py for docs/performance.md"
+    floor, _ = training.training(decode.MODELS[1][0], "fp8 both")
+    linears = 28 * (3584 * (28 + 8) * 128 + 3584 * 3584 + 3 * 3584 * 18944)
+    scores = 3 * 8192 * 28 * 2 * 3584 * 2048
+    assert floor == pytest.approx((6 * 8192 * (linears / 2 + 152064 * 3584) + scores) / 790e12)
