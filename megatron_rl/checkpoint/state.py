@@ -73,7 +73,7 @@ class StateRegistry:
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(f"the checkpoint's state of {name!r} is damaged ({error})") from error
         elif not self._begins and not optional:
-            logger.warning("the checkpoint has no state of %r: it begins anew", name)
+            logger.warning("the checkpoint has no state of %r: it is reset", name)
         return owner
 
     def tell_unclaimed(self) -> None:

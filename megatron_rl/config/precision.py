@@ -99,7 +99,7 @@ def _aligned_fp8(config: RLConfig) -> Iterator[Finding]:
     """fp8 training on local layers is aligned training: the trainer's forward pass on the rollouts' weights."""
     rollouts = config.quantization.rl_rollout_quantization
     if not (config.training.perform_rl_step or config.training.eval_only):
-        yield "fp8_format", "without --perform-rl-step: supervised training runs in full precision; leave it out"
+        yield "fp8_format", "without --perform-rl-step: SFT runs in full precision; leave it out"
     if config.typed.get("rl_train_forward") == "plain":
         yield "fp8_format", "with --rl-train-forward plain: one asks for what the other forbids; leave one of them out"
     elif rollouts not in ("fp8_block", "fp8_block_pow2"):
@@ -160,7 +160,7 @@ def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if plain:
         yield "rl_train_forward", "has nothing to quantise with; give --rl-rollout-quantization, for example int8"
     if not config.training.perform_rl_step:
-        text = "without --perform-rl-step: supervised training has no rollouts to agree with; leave it out"
+        text = "without --perform-rl-step: SFT has no rollouts to agree with; leave it out"
         yield "rl_train_forward", text
     if config.parallel.overlap_param_gather:
         yield "rl_train_forward", (

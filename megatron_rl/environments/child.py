@@ -168,7 +168,7 @@ def run_in_child(program: str, work: str, arguments: Mapping[str, Any], seconds:
         return Answer(message.get("result"), tuple(message.get("problems", ())), output=output)
     # where it raised, its last words are the traceback
     said = f"; its last words: {one_line(output[-200:])}" if "failed" in message and output.strip() else ""
-    what, advice = message.get("raised") or message["failed"], message.get("advice", "mend it, or leave it out")
+    what, advice = message.get("raised") or message["failed"], message.get("advice", "fix it, or leave it out")
     return Answer(problems=(f"{who} {what} while {doing}; {advice}{said}",), failed_at=key, output=output)
 
 
@@ -184,7 +184,7 @@ def _next_message(
             return {"failed": f"printed more than {MAX_OUTPUT // 2**20} MiB", "advice": "print less"}
         waited = time.monotonic() - start
         if waited > seconds:
-            advice = "mend it, or raise --rl-environment-load-timeout"
+            advice = "fix it, or raise --rl-environment-load-timeout"
             return {"failed": f"took more than {seconds:g} s", "advice": advice}
         if waited > REPORT_SECONDS and not is_reported:
             is_reported = True

@@ -70,7 +70,7 @@ def charts_for(rows: Sequence[Row]) -> list[Chart]:
     return [
         Chart("Training reward", {"critic/rewards/mean": "reward", "critic/score/mean": "score", **rewards}),
         *(Chart(f"Held-out: {name}", lines) for name, lines in held_out.items()),
-        Chart("Supervised loss", {"train/loss": "loss"}),
+        Chart("SFT loss", {"train/loss": "loss"}),
         Chart("Perplexity", {"train/perplexity": "perplexity"}, scale="log"),
         Chart("Response length", lengths),
         Chart("Share of answers cut at the limit", truncated),

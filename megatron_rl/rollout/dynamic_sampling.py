@@ -75,7 +75,7 @@ class DynamicCollector(Collector):
             self.source.draw(len(step.drawn))
         if len(step.counting) < wanted and self.groups.is_main:
             logger.warning(
-                "%d of %d groups count after --rl-max-refills %d, of %d prompts: the step goes on with them",
+                "%d of %d groups pass the filter after --rl-max-refills %d, of %d prompts: the step trains on them",
                 len(step.counting), wanted, step.draws - 1, step.started,
             )  # fmt: skip
         return step

@@ -13,7 +13,7 @@ from megatron_rl.errors import TrainingError
 
 MAX_CONSECUTIVE_SKIPS = 3
 PATIENCE = 3
-"""Steps without a signal in a row before the warning."""
+"""Steps without reward variance in a row before the warning."""
 _MANY_CUT = 0.5
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Progress:
     evaluated_first: bool = False
     """The evaluation before the first step is done."""
     steps_without_signal: int = 0
-    """Steps in a row in which no group had a signal."""
+    """Steps in a row in which no group had reward variance."""
 
     @property
     def newest_row(self) -> int:
@@ -89,13 +89,13 @@ def note_signal(progress: Progress, metrics: Mapping[str, float], config: RLConf
     progress.steps_without_signal = progress.steps_without_signal + 1 if without else 0
     if progress.steps_without_signal == PATIENCE:
         logger.warning(
-            "no group had a signal for %d steps in a row, so there was nothing to learn from; in the last one %s",
+            "no group had reward variance for %d steps in a row, so there was nothing to learn; in the last one %s",
             PATIENCE, likely_reason(metrics, config),
         )  # fmt: skip
 
 
 def likely_reason(metrics: Mapping[str, float], config: RLConfig) -> str:
-    """What a step without a signal looked like, and what to do about it."""
+    """What a step without reward variance looked like, and what to do about it."""
     if "critic/rewards/mean" not in metrics:
         return f"all {metrics.get('training/failed_grades', 0):.0f} grades failed: see logs/ of the run directory"
     low, high = metrics["critic/rewards/min"], metrics["critic/rewards/max"]

@@ -146,7 +146,7 @@ class BatchBuilder:
             return
         self.warned = True
         logger.warning(
-            "an update has %d samples instead of --global-batch-size %d: the step's others carry no signal or no grade "
+            "an update has %d samples instead of --global-batch-size %d: others have no reward variance or no grade "
             "(training/signal_share); use tasks that are neither too easy nor too hard, or more of them a step",
             count, batch_size,
         )  # fmt: skip

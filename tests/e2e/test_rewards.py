@@ -95,7 +95,7 @@ def test_a_run_that_failed_grades_have_stopped_is_resumed(outcomes, workshop):
 
 def test_steps_without_a_single_grade_change_nothing_and_the_exit_code_tells(outcomes, workshop):
     output = outcomes["hopeless_tolerated"].check(3).output
-    assert output.count("no group had a signal for 3 steps in a row") == 1
+    assert output.count("no group had reward variance for 3 steps in a row") == 1
     assert "in the last one all 16 grades failed" in output
     assert "finished without a single update" in output
     run_dir = workshop.run_dir("hopeless_tolerated")

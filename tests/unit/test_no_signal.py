@@ -25,9 +25,9 @@ def test_three_steps_in_a_row_are_told_of_once(caplog) -> None:
     note(progress, step(0), step(0), step(1), step(0), step(0))
     assert caplog.text == ""
     note(progress, *[step(0)] * 5)
-    assert caplog.text.count("no group had a signal for 3 steps in a row") == 1
+    assert caplog.text.count("no group had reward variance for 3 steps in a row") == 1
     note(progress, step(2), *[step(0)] * 3)
-    assert caplog.text.count("no group had a signal") == 2
+    assert caplog.text.count("no group had reward variance") == 2
 
 
 def test_supervised_steps_have_no_groups(caplog) -> None:

@@ -114,7 +114,7 @@ function groupCard(group, named, wanted) {
   const about = [
     group.mean === null ? "" : `mean reward ${number(group.mean)}`, plural(group.count, "sample"),
     group.correct === null ? "" : `${number(group.correct)} correct`, group.truncated ? `${number(group.truncated)} cut at the limit` : "",
-    group.equal ? "all rewards equal: no signal" : "",
+    group.equal ? "zero-variance group: all rewards equal" : "",
   ].filter(Boolean).join(" \u00b7 ");
   return el("article", { class: "card group" },
     el("div", { class: "row" },
@@ -152,7 +152,7 @@ function sampleCard(sample, colored, wanted) {
 
 // A further sequence of a sample: what is new in its prompt, and what the model wrote.
 function branchView(branch, colored, wanted) {
-  const origin = branch.shared ? `after the first ${plural(branch.shared, "token")} of sequence ${branch.of + 1}` : "begun anew";
+  const origin = branch.shared ? `after the first ${plural(branch.shared, "token")} of sequence ${branch.of + 1}` : "new conversation";
   const about = [`sequence ${branch.number + 1}`, origin, ...facts(branch)].filter(Boolean).join(" \u00b7 ");
   return el("div", { class: "branch" },
     el("div", { class: "row" },

@@ -126,11 +126,11 @@ def template_problems(tokenizer: Tokenizer, environment: str = "", deadline_s: f
     """
     fault, path = _fault_of(tokenizer, environment, deadline_s), tokenizer.chat_format(environment).path
     if fault is not None and path is not None:
-        yield Problem("--chat-template", f"chat template {path} {fault}; mend it, or use the tokenizer's own")
+        yield Problem("--chat-template", f"chat template {path} {fault}; fix it, or use the tokenizer's own")
     elif fault is not None:
         yield Problem(
             "--tokenizer-model",
-            f'the chat template of tokenizer {tokenizer.name!r} {fault}; mend "chat_template" in its '
+            f'the chat template of tokenizer {tokenizer.name!r} {fault}; fix "chat_template" in its '
             "tokenizer_config.json or its chat_template.jinja, give another with --chat-template FILE, or use the "
             "tokenizer of a chat model",
         )

@@ -120,7 +120,7 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
     if supervised and not any(item.demonstrates for item in trained):
         names = ", ".join(item.name for item in trained)
         yield (
-            f"{path}: no environment gives demonstrations ({names}), which supervised training needs; "
+            f"{path}: no environment gives demonstrations ({names}), which SFT needs; "
             "add --perform-rl-step to train by RL, or an environment that has some"
         )
     if config.training.perform_rl_step:
@@ -137,14 +137,14 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
 
 
 def _unsuited(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
-    """Environments that cannot be put aside, or punish lengths that no answer has."""
+    """Environments that cannot be interrupted, or punish lengths that no answer has."""
     longest = config.rollout.rl_max_new_tokens
     for item in trained:
         if config.algorithm.rl_partial_rollouts and (item.is_harness or item.max_turns > 1):
-            what = f"its conversations of up to {item.max_turns} turns cannot be put aside by --rl-partial-rollouts"
+            what = f"its conversations of up to {item.max_turns} turns cannot be interrupted by --rl-partial-rollouts"
             if item.is_harness:
                 what = (
-                    "a harness cannot be put aside by --rl-partial-rollouts, its program would have to wait for the "
+                    "a harness cannot be interrupted by --rl-partial-rollouts, its program would have to wait for the "
                     "next step"
                 )
             yield f"{item.name}: {what}; leave one of them out"

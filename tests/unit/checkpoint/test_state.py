@@ -49,7 +49,7 @@ def test_a_name_that_was_not_saved_is_told_unless_it_may_be_absent(log) -> None:
     states.register("optional", Counter(), optional=True)
     assert log.messages == []
     assert states.register("counter", Counter(2)).count == 2
-    assert log.messages == ["the checkpoint has no state of 'counter': it begins anew"]
+    assert log.messages == ["the checkpoint has no state of 'counter': it is reset"]
     log.clear()
     StateRegistry(None).register("counter", Counter())
     assert log.messages == [], "nothing is missing where a run begins"

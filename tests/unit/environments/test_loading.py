@@ -58,7 +58,7 @@ def test_problems_of_other_entries_are_told_beside_a_wild_one(wild):
 def test_the_self_test_of_a_wild_environment_is_one_line(wild):
     inspection = self_test("crashes:Made", [], 10, seconds=60.0)
     assert inspection.problems == (
-        "environment 'crashes:Made' was killed by SIGSEGV while its module was imported; mend it, or leave it out",
+        "environment 'crashes:Made' was killed by SIGSEGV while its module was imported; fix it, or leave it out",
     )
 
 
@@ -90,7 +90,7 @@ def test_wild_modules_do_not_hide_the_others(wild):
     assert environments["good_x"] == "Is fine."
     assert environments["odd"] == "7"
     assert "arithmetic" in environments
-    end = " while it was imported; mend it, or leave it out"
+    end = " while it was imported; fix it, or leave it out"
     assert list(broken) == ["exits", "interrupts", "raises"]
     assert broken["exits"][0] == f"environment 'exits' ended the process with status 0{end}"
     assert broken["interrupts"][0] == f"environment 'interrupts' raised KeyboardInterrupt (interrupts.py:1){end}"

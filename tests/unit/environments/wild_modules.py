@@ -20,7 +20,7 @@ WILD = {
     "exits": ("import os; os._exit(0)", "ended the process with status 0 while its module was imported"),
     "interrupts": (
         "raise KeyboardInterrupt",
-        "raised KeyboardInterrupt (interrupts.py:1) while its module was imported; mend it, or leave it out",
+        "raised KeyboardInterrupt (interrupts.py:1) while its module was imported; fix it, or leave it out",
     ),
     "own_kind": (
         "class Odd(BaseException): pass\nraise Odd('x' * 10**6)",

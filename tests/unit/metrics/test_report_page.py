@@ -137,5 +137,5 @@ def test_branches_stand_below_the_sequence_that_they_left(run: RunDirectory) -> 
     assert "sample 0 \u00b7 3 sequences" in sample
     first = "cut at the limitsequence 2 \u00b7 after the first 2 tokens of sequence 1 \u00b7 1 token<tool>so\u21b5\n42"
     assert first in sample
-    assert sample.endswith("sequence 3 \u00b7 begun anew \u00b7 1 token \u00b7 ended: stop6*8?</tool>")
+    assert sample.endswith("sequence 3 \u00b7 new conversation \u00b7 1 token \u00b7 ended: stop6*8?</tool>")
     assert view["prompts"] == ["<bos>6*7?", "<tool>", "6*8?"]

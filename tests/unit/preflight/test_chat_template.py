@@ -83,7 +83,7 @@ def test_a_fault_has_the_templates_line(tokenizer: Path) -> None:
         written = load_tokenizer(str(tokenizer)).formatting(ChatFormat(template, path="own.jinja"))
         [problem] = template_problems(written)
         assert problem.text.startswith(f"chat template own.jinja cannot render a single question ({fault}")
-        assert "line 3); mend it, or use the tokenizer's own" in problem.text
+        assert "line 3); fix it, or use the tokenizer's own" in problem.text
 
 
 def test_a_template_that_leaves_out_the_system_prompt(tokenizer: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     [line] = _chat_lines(tokenizer, [_found("talk", True, ChatFormat(CHATML, path="own.jinja", tools=tools))])
     assert line == (
-        "chat template own.jinja shows the model no tools, and talk has some; mend it, or use the tokenizer's own"
+        "chat template own.jinja shows the model no tools, and talk has some; fix it, or use the tokenizer's own"
     )
     shown = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHATML
     hermes = shown + "{% if false %}<tool_call>{'name': n, 'arguments': a}{% endif %}"

@@ -44,14 +44,14 @@ def test_conversations_that_partial_rollouts_would_put_aside(tmp_path, partial, 
     path = tmp_path / "list.yaml"
     path.write_text("- {environment: calculator}\n")
     problems = environment_problems(tiny_config(langrl_env_config=path, rl_partial_rollouts=partial), tokenizer=None)
-    wanted = "turns cannot be put aside by --rl-partial-rollouts; leave one of them out"
+    wanted = "turns cannot be interrupted by --rl-partial-rollouts; leave one of them out"
     assert [wanted in problem.text for problem in problems] == [True] * refused
 
 
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ({"rl_partial_rollouts": True}, "a harness cannot be put aside by --rl-partial-rollouts"),
+        ({"rl_partial_rollouts": True}, "a harness cannot be interrupted by --rl-partial-rollouts"),
         ({"rl_inference_engine": "mcore"}, "a harness needs --rl-inference-engine rollout"),
         ({}, None),
     ],

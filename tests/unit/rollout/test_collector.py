@@ -125,7 +125,7 @@ def test_refills_end(one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture)
     tasks, found = step(made)
     assert tasks == "b"
     assert answers.draws == ["abcde", "fghij"]
-    assert "1 of 3 groups count after --rl-max-refills 1, of 10 prompts" in caplog.text
+    assert "1 of 3 groups pass the filter after --rl-max-refills 1, of 10 prompts" in caplog.text
     metrics = made.commit(found)
     assert metrics["training/refills"] == 1
     assert metrics["training/groups_started"] == metrics["training/groups_answered"] == 10
