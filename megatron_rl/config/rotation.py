@@ -35,8 +35,8 @@ class RotationConfig:
     """YaRN: multiply cos and sin by 1 + 0.1 x mscale x ln(factor)."""
     mscale_all_dim: float = flag(0.0, ge=0, le=1000)
     """YaRN: and divide them by the same of this value."""
-    correction_range_round_to_int: bool = flag(True)
-    """YaRN: round the bounds between these frequencies to integers (truncate in config.json)."""
+    correction_range_round_to_int: bool = flag(True, off="--no-correction-range-round-to-int")
+    """Rounding of YaRN's bounds between these frequencies to integers (truncate in config.json)."""
 
 
 def rotation_problems(config: RLConfig, _: int) -> Iterator[Finding]:

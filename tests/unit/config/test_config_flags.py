@@ -12,8 +12,8 @@ from megatron_rl.config.rl_config import all_flags, section_classes
 from tests.support.flags import parse_config
 
 SECTIONS = [
-    "model", "layers", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer", "schedule",
-    "checkpoint", "logging", "environment", "rollout", "quantization", "algorithm", "critic", "teacher",
+    "model", "layers", "rotation", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer",
+    "schedule", "checkpoint", "logging", "environment", "rollout", "quantization", "algorithm", "critic", "teacher",
     "compatibility",
 ]
 
