@@ -156,11 +156,22 @@ class TensorReader:
         self._open.clear()
 
     def read(
-        self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+        index: int | None = None,
     ) -> torch.Tensor:
-        """Those rows (and columns) of a tensor, all without them; as stored, in host memory."""
+        """Those rows (and columns) of a tensor, all without them, or of that one of a stack of matrices.
+
+        As stored, in host memory.
+        """
         path = self.stored[name].file
-        place = ... if rows is None else slice(*rows) if columns is None else (slice(*rows), slice(*columns))
+        place: Any = [] if index is None else [index]
+        place += [slice(None) if part is None else slice(*part) for part in (rows, columns)]
+        while place and place[-1] == slice(None):
+            place.pop()
+        place = tuple(place) or ...
         try:
             part = self._file(path).get_slice(name)[place]
         except (OSError, SafetensorError) as error:

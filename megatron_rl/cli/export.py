@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = _parser().parse_args(argv)
     try:
-        _convert(options.input_dir, options.output_dir, options.origin_hf_dir)
+        _convert(options.input_dir, options.output_dir, options.origin_hf_dir, options.dtype)
     except ConfigError as error:
         sys.stderr.writelines(f"{line}\n" for line in error.lines)
         return 2
@@ -41,12 +41,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--origin-hf-dir", type=named_path, help="has config.json and the tokenizer, if not the model's origin does"
     )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of the weights; without it that of the origin's config.json, with experts in MXFP4 if it has them so",
+    )  # fmt: skip
     return parser
 
 
-def _convert(source: Path, target: Path, origin: Path | None) -> None:
+def _convert(source: Path, target: Path, origin: Path | None, dtype: str | None) -> None:
+    import torch
+
     from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
     from megatron_rl.families import read_model
 
     model = origin_of(source, "--origin-hf-dir") if origin is None else read_model(origin)
-    export_checkpoint(source, model, target)
+    export_checkpoint(source, model, target, None if dtype is None else getattr(torch, dtype))

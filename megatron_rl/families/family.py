@@ -12,6 +12,7 @@ from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Archite
 from megatron_rl.families.hf_config import HfConfig, model_directory, read_object
 from megatron_rl.families.rotation import read_rotation
 from megatron_rl.families.weights import WeightMap, decoder_weights
+from megatron_rl.mxfp4 import MXFP4, as_matrices
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors
 
@@ -46,19 +47,29 @@ SMALL: Mapping[str, Any] = {
 
 
 def read_decoder(
-    config: HfConfig, *, activation: str = "silu", rotation: Mapping[str, Any] | None = None, **settings: Any
+    config: HfConfig,
+    *,
+    activation: str = "silu",
+    rotation: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+    **settings: Any,
 ) -> Architecture:
     """What all families derived from Llama write alike; ``settings`` are the rest.
 
     ``activation`` is the one that is built of the family's MLP; ``rotation`` the settings of its rotary positions,
-    where they are not written as Llama's.
+    where they are not written as Llama's; ``quantization`` a format of its weights that is read.
     """
-    if not settings.get("add_qkv_bias"):
+    if settings.get("add_bias_linear"):
+        config.expect("attention_bias", True, why="its projections have biases")
+    elif not settings.get("add_qkv_bias"):
         config.expect("attention_bias", False, why="it would put a bias on the output projection too")
     for key in ("hidden_act", "hidden_activation"):
         config.expect(key, activation, why=f"the MLP's gate is {activation}")
     config.expect("attention_dropout", 0, why="attention kernels here have no dropout")
-    config.expect("quantization_config", why="weights are read as they were trained; take the unquantised model")
+    method = config.within("quantization_config").get("quant_method")
+    if config.get("quantization_config") and (method is None or method != quantization):
+        why = "weights are read as they were trained; take the unquantised model"
+        config.refuse("quantization_config", config.get("quantization_config"), why)
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
     architecture = Architecture(
         **{
@@ -105,6 +116,11 @@ class HfModel:
     """``config.json`` as it is."""
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Its files hold the experts in 4 bits."""
+        return bool(self.config.get("quantization_config"))  # any other is refused
+
+    @property
     def weights(self) -> WeightMap:
         """Its tensors and the parameters made of them."""
         return self.family.weights(self.architecture)
@@ -139,7 +155,7 @@ def _family_of(path: Path, values: dict[str, Any]) -> Family:
 def weight_problems(model: HfModel) -> list[str]:
     """One line for each way in which the files, by their headers, do not hold the model of ``config.json``."""
     try:
-        stored = stored_tensors(model.directory)
+        stored = as_matrices(stored_tensors(model.directory))
     except CheckpointError as error:
         return [str(error)]
     expected, kind = model.weights.tensors, f"a {model.family.class_name} of this config.json"
@@ -161,7 +177,7 @@ def weight_problems(model: HfModel) -> list[str]:
             lambda name: f"has shape {_by(stored[name].shape)}, config.json means {_by(expected[name])}; {take}",
         ),
         *told(
-            [name for name in there if stored[name].dtype not in NUMBER_FORMATS],
+            [name for name in there if stored[name].dtype not in (*NUMBER_FORMATS, MXFP4)],
             lambda name: f"is stored as {stored[name].dtype}; use a model in {', '.join(NUMBER_FORMATS)}",
         ),
     ]

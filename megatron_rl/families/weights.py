@@ -12,12 +12,16 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.blocks import Parameter, blocks_of
 from megatron_rl.families.layout import ModelLayout
+
+if TYPE_CHECKING:
+    import torch
 
 Rows = tuple[int, int]
 
@@ -31,11 +35,24 @@ class Piece:
     rows: Rows
     columns: Rows | None = None
     """None: all of them, or there are none."""
+    step: int = 1
+    """Every so-manieth of the rows: 2 where gate and up projection take turns."""
+    index: int | None = None
+    """Of a tensor that is a stack, such as of all experts: which of its parts."""
+    transposed: bool = False
+    """Rows and columns are the parameter's; the tensor has them the other way round."""
 
     @property
     def height(self) -> int:
         """How many rows it fills."""
-        return self.rows[1] - self.rows[0]
+        return -(-(self.rows[1] - self.rows[0]) // self.step)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of its numbers in the ``whole`` tensor, as the parameter has them."""
+        part = whole if self.index is None else whole[self.index]
+        part = part.t() if self.transposed else part
+        rows = part[slice(*self.rows, self.step)]
+        return rows if self.columns is None else rows[:, slice(*self.columns)]
 
 
 @dataclass(frozen=True)
@@ -52,10 +69,10 @@ class Entry:
 
         ``parameter`` is that of the layout in question: it says how ranks share it, and how many rows it is padded to.
         """
-        if parameter.cut == "columns":
-            ((name, (rows, columns)),) = self.tensors.items()
-            return [Piece(name, (0, rows), _share((0, columns), rank, parameter.ranks))]
         whole = list(self.order or (Piece(name, (0, shape[0])) for name, shape in self.tensors.items()))
+        if parameter.cut == "columns":
+            columns = _share((0, parameter.shape[1]), rank, parameter.ranks)
+            return [replace(piece, columns=columns) for piece in whole]
         total = sum(piece.height for piece in whole)
         if parameter.shape[0] > total:
             whole.append(Piece(None, (total, parameter.shape[0])))
@@ -76,6 +93,12 @@ class WeightMap(dict[str, Entry]):
         """Every tensor of the Hugging Face checkpoint and its shape."""
         return {name: shape for entry in self.values() for name, shape in entry.tensors.items()}
 
+    @property
+    def stacked_matrices(self) -> frozenset[str]:
+        """The tensors that are a matrix for each expert, transposed: [E, K, N]."""
+        pieces = (piece for entry in self.values() for piece in entry.order)
+        return frozenset(piece.tensor for piece in pieces if piece.transposed and piece.index is not None)
+
 
 def _share(rows: Rows, rank: int, size: int) -> Rows:
     start, total = rows[0], rows[1] - rows[0]
@@ -90,8 +113,8 @@ def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
     for piece in pieces:
         first, last = max(start, offset), min(stop, offset + piece.height)
         if first < last:
-            shift = piece.rows[0] - offset
-            yield Piece(piece.tensor, (first + shift, last + shift))
+            start_row, end_row = (piece.rows[0] + (row - offset) * piece.step for row in (first, last))
+            yield replace(piece, rows=(start_row, min(end_row, piece.rows[1])))
         offset += piece.height
 
 

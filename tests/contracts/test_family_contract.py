@@ -93,19 +93,18 @@ class TestExample:
     def test_the_parts_of_all_ranks_are_every_number_once(self, written, example, size: int) -> None:
         model = read_model(written(example)[0])
         layout = ModelLayout.of(model.architecture, size, -(-model.architecture.vocab_size // 8) * 8)
+        weights = model.weights
+        seen = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in weights.tensors.items()}
         for parameter in layout.parameters:
-            entry, ranks = model.weights[parameter.name], 1 if parameter.cut is None else size
-            seen = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in entry.tensors.items()}
             heights = []
-            for rank in range(ranks):
-                pieces = entry.pieces(parameter, rank)
+            for rank in range(1 if parameter.cut is None else size):
+                pieces = weights[parameter.name].pieces(parameter, rank)
                 heights.append(sum(piece.height for piece in pieces))
                 for piece in pieces:
                     if piece.tensor is not None:
-                        rows = seen[piece.tensor][slice(*piece.rows)]
-                        (rows if piece.columns is None else rows[:, slice(*piece.columns)]).add_(1)
-            assert all(bool((count == 1).all()) for count in seen.values()), parameter.name
+                        piece.of(seen[piece.tensor]).add_(1)
             assert len(set(heights)) == 1, parameter.name
+        assert [name for name, count in seen.items() if not bool((count == 1).all())] == []
 
     def test_logits_are_those_of_transformers(self, one_rank: ParallelGroups, written, example) -> None:
         directory, reference = written(example)

@@ -23,11 +23,13 @@ from tests.support.tiny import single_thread
 
 
 def on_ranks(
-    tensor_size: int, directories: list[str], folder: str, stages: int = 1, expert_size: int = 1
+    tensor_size: int, directories: list[str], folder: str, stages: int = 1, expert_size: int = 1, cut: int | None = None
 ) -> list[dict[str, Any]]:
     """Load each directory, write this rank's logits beside it, and make a checkpoint of the model."""
     single_thread()
-    changes = {"tensor_model_parallel_size": tensor_size, "sequence_parallel": True}
+    changes: dict[str, object] = {"tensor_model_parallel_size": tensor_size, "sequence_parallel": True}
+    if cut is not None:
+        changes |= {"expert_model_parallel_size": expert_size, "expert_tensor_parallel_size": cut}
     reports, groups = [], None
     for index, directory in enumerate(directories):
         config = hf_run(Path(directory), int(os.environ["WORLD_SIZE"]), **changes)

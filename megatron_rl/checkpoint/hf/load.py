@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_rl import mxfp4
 from megatron_rl.checkpoint.dist_files import write_parameters
 from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
 from megatron_rl.checkpoint.run_state import (
@@ -57,14 +59,33 @@ def fill(parameter: torch.Tensor, pieces: Iterable[Piece], reader: TensorReader)
     height = sum(piece.height for piece in pieces)
     if height != parameter.shape[0]:
         raise CheckpointError(f"{height} rows of {pieces[0].tensor} for a parameter of {parameter.shape[0]}")
-    start = 0
+    start, together = 0, dict[Piece, torch.Tensor]()
     for piece in pieces:
         target = parameter[start : start + piece.height]
         if piece.tensor is None:
             target.zero_()
         else:
-            target.copy_(reader.read(piece.tensor, piece.rows, piece.columns))
+            target.copy_(_numbers(piece, reader, together))
         start += piece.height
+
+
+def _numbers(piece: Piece, reader: TensorReader, together: dict[Piece, torch.Tensor]) -> torch.Tensor:
+    """Those of a piece; rows that take turns with another piece's are read ``together``."""
+    if piece.step == 1:
+        return _read(piece, reader)
+    first, last = piece.rows[0] // piece.step * piece.step, -(-piece.rows[1] // piece.step) * piece.step
+    whole = replace(piece, rows=(first, last), step=1)
+    if whole not in together:
+        together[whole] = _read(whole, reader)
+    return together[whole][piece.rows[0] - first :: piece.step]
+
+
+def _read(piece: Piece, reader: TensorReader) -> torch.Tensor:
+    if piece.transposed and piece.index is not None and mxfp4.is_stored(piece.tensor, reader):
+        return mxfp4.read(reader, piece.tensor, piece.index, piece.rows, piece.columns)
+    rows, columns = (piece.columns, piece.rows) if piece.transposed else (piece.rows, piece.columns)
+    part = reader.read(piece.tensor, rows, columns, piece.index)
+    return part.t() if piece.transposed else part
 
 
 def import_hf(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from megatron_rl import mxfp4
 from megatron_rl.atomic import TEMPORARY, remove, whole_directory
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.stored import embedding_rows, misfits, open_weights, part_of_stored
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter, read_model
-from megatron_rl.tensor_files import TensorEntry, TensorWriter, plan_files, write_index, write_json
+from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, write_index, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -86,30 +89,52 @@ def write_hf(
     It is in place only once it is complete.
     """
     remove(target.with_name(target.name + TEMPORARY))
-    weights, dtype = origin.weights, dtype or dtype_of(origin)
-    entries = {name: TensorEntry(_NUMBERS[dtype], shape) for name, shape in weights.tensors.items()}
+    weights, in_mxfp4 = origin.weights, dtype is None and origin.is_mxfp4
+    dtype = dtype or dtype_of(origin)
+    blocks = weights.stacked_matrices if in_mxfp4 else frozenset()
+    entries: dict[str, TensorEntry] = {}
+    for name, shape in weights.tensors.items():
+        entries |= mxfp4.entries(name, shape) if name in blocks else {name: TensorEntry(_NUMBERS[dtype], shape)}
     files = plan_files(entries, MAX_FILE_BYTES)
-    with whole_directory(target, origin.directory) as directory:
+    with whole_directory(target, origin.directory) as directory, _originals(origin, in_mxfp4) as originals:
+        encoder = mxfp4.Encoder(originals)
         with TensorWriter(directory, files) as writer:
             for parameter in layout.parameters:
                 for name, tensor in tensors_of(weights[parameter.name], parameter, produce(parameter)).items():
-                    writer.append(name, tensor.to(dtype))
+                    parts = encoder.parts(name, tensor.t()) if name in blocks else [(name, tensor.to(dtype))]
+                    for part, numbers in parts:
+                        writer.append(part, numbers)
         if len(files) > 1:
             write_index(directory, files)
-        _write_config(origin, directory, dtype)
+        _write_config(origin, directory, dtype, in_mxfp4)
         for name in COPIED_FILES:
             if (origin.directory / name).is_file():
                 shutil.copyfile(origin.directory / name, directory / name)
     logger.info("wrote %s", target)
+    if encoder.rounded:
+        logger.warning(
+            "%s holds its experts in MXFP4, as %s does: %.1f %% of their numbers were rounded to 4 bits, and what "
+            "training changed by less than that is gone; write them in bf16 with --dtype bfloat16", target,
+            origin.directory, 100 * encoder.rounded / encoder.numbers,
+        )  # fmt: skip
+
+
+def _originals(origin: HfModel, in_mxfp4: bool) -> contextlib.AbstractContextManager[TensorReader | None]:
+    """The files whose blocks are kept where their numbers are; None where they are gone."""
+    try:
+        return TensorReader(origin.directory) if in_mxfp4 else contextlib.nullcontext()
+    except CheckpointError:
+        return contextlib.nullcontext()
 
 
 def tensors_of(entry: Entry, parameter: Parameter, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors that the ``values`` of a whole parameter are."""
-    found = {name: torch.empty(shape, dtype=values.dtype) for name, shape in entry.tensors.items()}
-    start = 0
+    """The Hugging Face tensors that the ``values`` of a whole parameter are; of a stack the part that they are."""
+    start, found = 0, dict[str, torch.Tensor]()
     for piece in entry.pieces(parameter):
         if piece.tensor is not None:
-            found[piece.tensor][slice(*piece.rows)] = values[start : start + piece.height]
+            shape = entry.tensors[piece.tensor][0 if piece.index is None else 1 :]
+            whole = found.setdefault(piece.tensor, torch.empty(shape, dtype=values.dtype))
+            replace(piece, index=None).of(whole).copy_(values[start : start + piece.height])
         start += piece.height
     return found
 
@@ -119,9 +144,12 @@ def dtype_of(origin: HfModel) -> torch.dtype:
     return _DTYPES.get(origin.config.get("dtype", origin.config.get("torch_dtype")), torch.float32)
 
 
-def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype) -> None:
-    if dtype == dtype_of(origin):
+def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype, in_mxfp4: bool) -> None:
+    if dtype == dtype_of(origin) and in_mxfp4 == origin.is_mxfp4:
         shutil.copyfile(origin.directory / "config.json", directory / "config.json")
         return
     key = "torch_dtype" if "torch_dtype" in origin.config else "dtype"
-    write_json(directory / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
+    config = {**origin.config, key: str(dtype).removeprefix("torch.")}
+    if origin.is_mxfp4:
+        del config["quantization_config"]
+    write_json(directory / "config.json", config)

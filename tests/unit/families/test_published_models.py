@@ -97,6 +97,22 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         999_885_952,
         {"window_attn_skip_freq": 6, "rotary_seq_len_interpolation_factor": 8.0,
          "untie_embeddings_and_output_weights": False}),
+    "gpt-oss-20b": (
+        {"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+         "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+         "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+         "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+         "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+         "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+         "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+         "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+         "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False}, "rope_theta": 150000,
+         "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+         "vocab_size": 201088},
+        20_914_757_184,
+        {"rope_type": "yarn", "rotary_base": 150_000, "rotary_scaling_factor": 32.0, "mscale": 1.0,
+         "correction_range_round_to_int": False, "window_size": 128, "window_attn_skip_freq": 2,
+         "activation_func_clamp_value": 7.0, "softmax_type": "learnable", "add_bias_linear": True}),
 }  # fmt: skip
 
 
@@ -257,6 +273,6 @@ def test_the_model_type_decides_where_no_class_is_named(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_family_gets_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean qwen3.*llama, qwen2"):
+    with pytest.raises(ConfigError, match=r"did you mean qwen3.*llama, .*qwen2"):
         FAMILIES.get("qwen3s")
     assert {"llama", "qwen2", "qwen3", "qwen3_moe"} <= set(FAMILIES.names())
