@@ -226,22 +226,24 @@ def write_parameters(
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     model, items = layout.architecture, []
+    are_alike = len({kind.mlp for kind in model.kinds}) == 1
     linears = {f"decoder.{linear.name}.weight" for linear in layout.linears}
     parameters: dict[MetadataIndex, Parameter] = {}
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for parameter in layout.parameters:
-        key, place = _stored_name(parameter.name)
-        stacked = (model.num_layers, model.num_experts or 0)[: len(place)]
+        key, place = _stored_name(parameter.name, are_alike)
+        stacked = (model.num_layers, model.num_experts or 0)[0 if are_alike else 1 :][: len(place)]
         offsets = torch.Size([*place, *[0] * len(parameter.shape)])
         chunk = ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place), *parameter.shape]))
-        properties, size = TensorProperties(dtype=dtype), torch.Size([*stacked, *parameter.shape])
+        number = torch.float32 if parameter.is_buffer else dtype
+        properties, size = TensorProperties(dtype=number), torch.Size([*stacked, *parameter.shape])
         described.setdefault(key, TensorStorageMetadata(properties, size, [])).chunks.append(chunk)
         index = MetadataIndex(key, offsets)
         parameters[index] = parameter
         items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
         if parameter.name in linears:
             # megatron's linears ask for a state beside the weight; without Transformer Engine it is empty.
-            here, of = (".".join(map(str, numbers)) for numbers in (place, stacked))
+            here, of = (".".join(map(str, numbers)) for numbers in (place or (0,), stacked or (1,)))
             name = f"{key.removesuffix('weight')}_extra_state/shard_{here}_{of}"
             described[name] = BytesStorageMetadata()
             items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
@@ -251,7 +253,7 @@ def write_parameters(
             content = io.BytesIO()
             torch.save([None], content)
             return content
-        return make(parameters[item.index]).to(dtype).view(item.tensor_data.chunk.sizes)
+        return make(parameters[item.index]).to(item.tensor_data.properties.dtype).view(item.tensor_data.chunk.sizes)
 
     writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1, sync_files=False)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -263,11 +265,15 @@ def write_parameters(
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 
-def _stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:
-    """Name in the files, and the parameter's place in what is stacked there: layer, or layer and expert."""
+def _stored_name(parameter: str, are_alike: bool) -> tuple[str, tuple[int, ...]]:
+    """Name in the files, and the parameter's place in what is stacked there: layer, or layer and expert.
+
+    Where some layers have experts and some have none, they are not stacked but counted in the name.
+    """
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)", parameter)
     if layer is None:
         return parameter, ()
+    start, place = ("decoder.layers", (int(layer[1]),)) if are_alike else (f"decoder.layers.{layer[1]}", ())
     if layer[2]:
-        return f"decoder.layers.mlp.experts.experts.{layer[3]}", (int(layer[1]), int(layer[2]))
-    return f"decoder.layers.{_FUSED_NAMES.get(layer[3], layer[3])}", (int(layer[1]),)
+        return f"{start}.mlp.experts.experts.{layer[3]}", (*place, int(layer[2]))
+    return f"{start}.{_FUSED_NAMES.get(layer[3], layer[3])}", place

@@ -45,8 +45,7 @@ ONLY_BUILT: Mapping[str, Any] = {
     "qk_l2_norm": False, "no_rope_freq": None, "attention_output_gate": False, "experimental_attention_variant": None,
     "squared_relu": False, "quick_geglu": False, "openai_gelu": False, "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
-    "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
-    "moe_apply_probs_on_input": False, "moe_shared_expert_intermediate_size": None, "mtp_num_layers": None,
+    "moe_apply_probs_on_input": False, "mtp_num_layers": None,
 }  # fmt: skip
 """Flags of Megatron-LM with the one value that is built here: with another the same weights are another model."""
 
@@ -282,11 +281,7 @@ def read_args(directory: Path) -> dict[str, Any]:
 def unbuilt(directory: Path) -> Iterator[str]:
     """One line for each flag by which it is a model that is not built here, however its tensors are called."""
     args = read_args(directory)
-    frequency = args.get("moe_layer_freq", 1)
-    has_dense_layers = any(each != 1 for each in frequency) if isinstance(frequency, list) else frequency != 1
     wrong = {name: args[name] for name, value in ONLY_BUILT.items() if args.get(name, value) not in (value, None)}
-    if args.get("num_experts") and has_dense_layers:
-        wrong["moe_layer_freq"] = frequency
     for name, value in wrong.items():
         yield (
             f"checkpoint {str(directory)!r} was made with {name} {shorten(value)}, which is not built here; take a "

@@ -19,7 +19,7 @@ from megatron_rl.config.model_directory import FILE_NAME
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, model_directory
-from megatron_rl.families.architecture import YARN
+from megatron_rl.families.architecture import YARN, expert_layers, layer_pattern
 from megatron_rl.user_files import read_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,12 @@ _ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) i
 _COUNTED_WITH = {
     "group_query_attention": {"num_query_groups"},
     "use_rope_scaling": {"rope_scaling_factor"},
-    "num_experts": {"moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"},
+    "num_experts": {
+        "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq",
+        "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor",
+        "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+    },
 }
 _FOREIGN = "Megatron-LM's"
 
@@ -131,7 +136,9 @@ def run_state_of(config: RLConfig, policy: PolicyModel, end_token_ids: Sequence[
 
 def architecture_of(model: Architecture) -> dict[str, Any]:
     """The flags two runs must share to share weights."""
-    return {name: getattr(model, name) for name in _ARCHITECTURE}
+    own = {name: getattr(model, name) for name in _ARCHITECTURE}
+    layers = expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else (True,)
+    return own | {"moe_layer_freq": layer_pattern(layers)}
 
 
 def flags_of(config: RLConfig) -> dict[str, Any]:
@@ -203,8 +210,10 @@ def _foreign_state(directory: Path) -> RunState:
     for switch, names in _COUNTED_WITH.items():
         if not args.get(switch):  # Megatron has defaults for them that mean nothing then
             architecture = {name: value for name, value in architecture.items() if name not in names}
-    if args.get("num_experts"):  # in every layer, so no layer has the dense width
-        architecture.pop("ffn_hidden_size", None)
+    if args.get("num_experts"):
+        architecture["moe_layer_freq"] = _pattern_of(args)
+        if architecture["moe_layer_freq"] == "1":  # no layer has the dense width
+            architecture.pop("ffn_hidden_size", None)
     return RunState(
         step=0,
         model=ModelFacts(architecture, padded_vocab_size=args.get("padded_vocab_size") or 0),
@@ -212,6 +221,13 @@ def _foreign_state(directory: Path) -> RunState:
         has_optimizer=False,
         origin=_origin_of(args),
     )
+
+
+def _pattern_of(args: Mapping[str, Any]) -> str:
+    """Megatron-LM keeps a number, or a list with a 0 or 1 for each layer."""
+    given = args.get("moe_layer_freq", 1)
+    layers = map(bool, given) if isinstance(given, list) else expert_layers(str(given), args.get("num_layers") or 1)
+    return layer_pattern([*layers])
 
 
 def _origin_of(args: Mapping[str, Any]) -> StartingWeights | None:

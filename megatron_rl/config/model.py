@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, divisors, flag, flags_of, nearest_multiples
-from megatron_rl.errors import Problem
-from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS
+from megatron_rl.families.architecture import MOST_LAYERS
 from megatron_rl.registry import PARSERS
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class ModelConfig:
     qk_layernorm: bool = flag(False)
     """Normalize queries and keys per head (Qwen3)."""
     num_experts: int | None = flag(None, ge=2, le=2048)
-    """Number of routed experts in each layer, e.g. 128. Default: dense layers."""
+    """Number of routed experts, in each layer or as --moe-layer-freq says, e.g. 128. Default: dense layers."""
     moe_ffn_hidden_size: int | None = flag(
         None, ge=1, le=10_000_000, source="--ffn-hidden-size",
         derived=lambda config, _: config.model.num_experts and config.model.ffn_hidden_size,
@@ -169,10 +168,24 @@ def shape_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if model.kv_channels is not None and (rotated < 2 or rotated % 2):  # rotary positions turn pairs of numbers
         share = f"at --rotary-percent {model.rotary_percent:g} " if model.rotary_percent < 1 else ""
         yield "kv_channels", f"{share}gives {rotated} numbers of a head to rotate, in pairs; use an even number"
+    if model.moe_grouped_gemm and model.num_experts is not None:
+        yield from _grouped_problems(config)
     if model.hidden_dropout > 0 and config.training.perform_rl_step:
         yield "hidden_dropout", (
             "with --perform-rl-step: rollouts have no dropout, so log-probs would differ; use --hidden-dropout 0"
         )
+
+
+def _grouped_problems(config: RLConfig) -> Iterator[Finding]:
+    model, parallel, numbers = config.model, config.parallel, 8 if config.precision.bf16 else 4
+    cut = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    for name, multiple in (("hidden_size", numbers), ("moe_ffn_hidden_size", cut * numbers)):
+        width = getattr(model, name)
+        if width is not None and width % multiple:
+            yield name, (
+                "with --moe-grouped-gemm: torch's grouped products take rows of whole 16 bytes; use "
+                f"{nearest_multiples(width, multiple)}, or --no-moe-grouped-gemm"
+            )
 
 
 def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Finding]:
@@ -189,65 +202,6 @@ def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Findi
             f"does not fit tensor-parallel size {parts}: one must divide the other; use "
             f"--tensor-model-parallel-size {divisors(groups)}, or a multiple of {groups}"
         )
-
-
-def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Settings that experts need, and that they cannot be combined with."""
-    model, parts = config.model, config.parallel.tensor_model_parallel_size
-    if model.num_experts is None:
-        for name in (
-            "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_grouped_gemm",
-            "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-        ):  # fmt: skip
-            if name in config.typed:
-                given = f"--{name.replace('_', '-')}"
-                what = f"{given} without --num-experts: dense layers have no router; add it, or leave out {given}"
-                yield Problem(given, what)
-        return
-    yield from _router_problems(model)
-    if model.moe_grouped_gemm:
-        yield from _grouped_problems(config)
-    if model.num_experts * (model.num_layers or 0) > MOST_EXPERTS:
-        yield "num_experts", (
-            f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have"
-        )
-    if model.add_bias_linear and config.parallel.expert_tensor_parallel_size != 1:
-        yield "num_experts", (
-            "with biases of linear layers needs experts that no ranks cut; use --expert-tensor-parallel-size 1 "
-            f"--expert-model-parallel-size {parts}, or --disable-bias-linear"
-        )
-    if parts > 1 and not config.parallel.sequence_parallel:
-        yield "num_experts", (
-            f"with --tensor-model-parallel-size {parts} needs --sequence-parallel in training; add it"
-        )
-    if "mlp" in (config.kernels.recompute_modules or ()):
-        yield "recompute_modules", "with --num-experts: there is no dense MLP to recompute; use core_attn, or full"
-
-
-def _router_problems(model: ModelConfig) -> Iterator[Finding]:
-    kind, weight, most = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.num_experts
-    if model.moe_router_topk > most:
-        yield "moe_router_topk", f"is more than --num-experts {most}; use at most {most}"
-    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
-        yield "moe_router_topk", (
-            "gives the chosen expert the weight 1, so the router would learn nothing; add --moe-router-pre-softmax"
-        )
-    if weight and kind == "none":
-        yield "moe_aux_loss_coeff", "has no loss to weigh; add --moe-router-load-balancing-type seq_aux_loss or such"
-    if kind != "none" and not weight:
-        yield "moe_router_load_balancing_type", "has no effect without a weight; add --moe-aux-loss-coeff 0.001"
-
-
-def _grouped_problems(config: RLConfig) -> Iterator[Finding]:
-    model, parallel, numbers = config.model, config.parallel, 8 if config.precision.bf16 else 4
-    cut = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    for name, multiple in (("hidden_size", numbers), ("moe_ffn_hidden_size", cut * numbers)):
-        width = getattr(model, name)
-        if width is not None and width % multiple:
-            yield name, (
-                "with --moe-grouped-gemm: torch's grouped products take rows of whole 16 bytes; use "
-                f"{nearest_multiples(width, multiple)}, or --no-moe-grouped-gemm"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

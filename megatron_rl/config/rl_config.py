@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
 from megatron_rl.config.compatibility import CompatibilityConfig
+from megatron_rl.config.experts import ExpertConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.model import LayerConfig, ModelConfig, TokenizerConfig
 from megatron_rl.config.parallel import KernelConfig, ParallelConfig
@@ -37,6 +38,7 @@ class RLConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     layers: LayerConfig = field(default_factory=LayerConfig)
+    experts: ExpertConfig = field(default_factory=ExpertConfig)
     rotation: RotationConfig = field(default_factory=RotationConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -98,7 +100,7 @@ class RLConfig:
 
     def architecture(self, vocab_size: int = 1) -> Architecture:
         """Return the model's shape; ``vocab_size`` as in `layout`."""
-        given = vars(self.model) | vars(self.layers) | vars(self.rotation)
+        given = vars(self.model) | vars(self.layers) | vars(self.experts) | vars(self.rotation)
         shape = {name: value for name, value in given.items() if name in Architecture.__dataclass_fields__}
         return Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0))
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from megatron_rl.config.algorithm import algorithm_problems, dynamic_sampling_problems, partial_rollout_problems
 from megatron_rl.config.compatibility import megatron_rl_problems
+from megatron_rl.config.experts import expert_problems
 from megatron_rl.config.flags import Finding, flags_of
-from megatron_rl.config.model import ModelConfig, expert_problems, layer_problems, shape_problems
+from megatron_rl.config.model import ModelConfig, layer_problems, shape_problems
 from megatron_rl.config.parallel import (
     context_problems,
     expert_parallel_problems,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +70,14 @@ class Architecture:
     moe_ffn_hidden_size: int | None = None
     moe_router_topk: int = 2
     moe_router_pre_softmax: bool = False
+    moe_layer_freq: str = "1"
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
     untie_embeddings_and_output_weights: bool
     init_method_std: float
     normalization: str = "RMSNorm"
@@ -113,16 +124,22 @@ class Architecture:
         every, window, layers = self.window_attn_skip_freq, self.window_size, range(1, self.num_layers + 1)
         windowed = [window is not None and (every is None or number % every != 0) for number in layers]
         local = "main" if self.rotary_base_local is None else "local"
+        sparse = expert_layers(self.moe_layer_freq, self.num_layers) if self.num_experts else [False] * self.num_layers
         plain = LayerKind(
-            mlp="dense" if self.num_experts is None else "experts",
             scale=self.softmax_scale,
             sinks=self.softmax_type == "learnable",
             pre_norms=not self.post_norm,
             post_norms=self.sandwich_norm or self.post_norm,
             norm_across_heads=self.qk_layernorm_across_heads,
         )
-        with_window = replace(plain, rotation=local, window=window)
-        return tuple(with_window if here else plain for here in windowed)
+        return tuple(
+            replace(
+                plain,
+                mlp="experts" if has_experts else "dense",
+                **({"rotation": local, "window": window} if has_window else {}),
+            )
+            for has_window, has_experts in zip(windowed, sparse, strict=True)
+        )
 
     @property
     def rotations(self) -> dict[str, dict[str, Any]]:
@@ -141,6 +158,39 @@ class Architecture:
     def settings(self) -> dict[str, Any]:
         """Flag's name -> value."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+_REPEATED = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
+_WHOLE = re.compile(r"\((.+)\)(?:\*(\d{1,4}))?")
+
+
+def expert_layers(pattern: str, num_layers: int) -> tuple[bool, ...]:
+    """Read Megatron's `--moe-layer-freq`: which layers have experts.
+
+    Example: of 4 layers ``2`` are the first and the third, ``([0]*1+[1]*3)`` all but the first.
+
+    Raises:
+        ValueError: it is neither a number nor such a list, or a list of another length; in words that follow it.
+    """
+    text = pattern.replace(" ", "")
+    if text.isdecimal() and 1 <= int(text) <= MOST_LAYERS:
+        return tuple(index % int(text) == 0 for index in range(num_layers))
+    whole = _WHOLE.fullmatch(text)
+    inner, times = (whole[1], int(whole[2] or 1)) if whole else (text, 1)
+    terms = [_REPEATED.fullmatch(term) for term in inner.split("+")]
+    if not all(terms):
+        raise ValueError("is neither a whole number above 0 nor a list such as ([0]*1+[1]*3)")
+    length = times * sum(len(term[1].split(",")) * int(term[2] or 1) for term in terms)
+    if length != num_layers:
+        raise ValueError(f"lists {length} layers where --num-layers is {num_layers}")
+    once = [number == "1" for term in terms for number in term[1].split(",") * int(term[2] or 1)]
+    return tuple(once * times)
+
+
+def layer_pattern(layers: Sequence[bool]) -> str:
+    """Write `--moe-layer-freq`, always alike for the same layers: see `expert_layers`."""
+    runs = [(number, len([*run])) for number, run in itertools.groupby(map(int, layers))]
+    return "1" if all(layers) else f"({'+'.join(f'[{number}]*{length}' for number, length in runs)})"
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) -> int:

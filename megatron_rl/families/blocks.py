@@ -38,6 +38,8 @@ class Parameter:
 
     Empty: it is one tensor. Example: with 2 query heads of width 4 to a key, ``q_proj`` 8, ``k_proj`` 4, ``v_proj`` 4.
     """
+    is_buffer: bool = False
+    """It is not trained and always fp32, like a router's bias."""
 
     @property
     def is_over_the_vocabulary(self) -> bool:
@@ -194,8 +196,12 @@ def _dense(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterat
 
 
 def _dense_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
-    width = model.ffn_hidden_size // ranks
-    return 0 if again else 3 * width if model.swiglu else _mlp_kept(model, width)
+    return 0 if again else _whole_kept(model, model.ffn_hidden_size // ranks)
+
+
+def _whole_kept(model: Architecture, width: int) -> int:
+    """Of an MLP that every token goes through."""
+    return 3 * width if model.swiglu else _mlp_kept(model, width)
 
 
 def _mlp_kept(model: Architecture, width: int) -> int:
@@ -207,9 +213,15 @@ def _experts(name: str, model: Architecture, ranks: int, share: ExpertShare) -> 
     yield Parameter(f"decoder.{name}.router.weight", (model.num_experts, model.hidden_size))
     if model.add_bias_linear:
         yield Parameter(f"decoder.{name}.router.bias", (model.num_experts,))
+    if model.moe_router_enable_expert_bias:
+        yield Parameter(f"decoder.{name}.router.expert_bias", (model.num_experts,), is_buffer=True)
     for expert in share.of(model.num_experts):
         single = f"{name}.experts.local_experts.{expert}"
         yield from _mlp(single, model, model.moe_ffn_hidden_size, share.tensor_size or ranks)
+    if model.moe_shared_expert_intermediate_size is not None:
+        if model.moe_shared_expert_gate:
+            yield Parameter(f"decoder.{name}.shared_experts.gate_weight", (1, model.hidden_size))
+        yield from _mlp(f"{name}.shared_experts", model, model.moe_shared_expert_intermediate_size, ranks)
 
 
 def _experts_kept(model: Architecture, ranks: int, share: ExpertShare, again: bool) -> int:
@@ -218,7 +230,9 @@ def _experts_kept(model: Architecture, ranks: int, share: ExpertShare, again: bo
     copies = 3 if model.add_bias_linear else 2  # the output's bias is weighed like the output
     each = _mlp_kept(model, model.moe_ffn_hidden_size // cut) + copies * model.hidden_size
     # Whoever has whole experts gets as many fewer tokens: as many as it sends, with experts equally busy.
-    return 0 if again else (model.moe_router_topk * each + 2 * model.num_experts) * cut // ranks
+    routed = (model.moe_router_topk * each + 2 * model.num_experts) * cut // ranks
+    shared = _whole_kept(model, (model.moe_shared_expert_intermediate_size or 0) // ranks)
+    return 0 if again else routed + shared + (model.hidden_size if model.moe_shared_expert_gate else 0)
 
 
 _ATTENTION = {
@@ -227,11 +241,15 @@ _ATTENTION = {
 }  # fmt: skip
 _MLP = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
 _OF_HEADS = frozenset({"rotation", "window", "scale", "sinks", "norm_across_heads"})
+_EXPERTS = _MLP | {
+    "router": "gate", "router.expert_bias": "gate.e_score_correction_bias", "experts.local_experts": "experts",
+    "shared_experts.gate_weight": "shared_expert_gate.weight",
+}  # fmt: skip
 
 BLOCKS: Mapping[str, Block] = {
     "heads": Block(_heads, _heads_kept, _ATTENTION, _OF_HEADS, _heads_cache),
     "dense": Block(_dense, _dense_kept, _MLP),
-    "experts": Block(_experts, _experts_kept, _MLP | {"router": "gate", "experts.local_experts": "experts"}),
+    "experts": Block(_experts, _experts_kept, _EXPERTS),
 }
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError, ConfigError
-from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture
+from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture, layer_pattern
 from megatron_rl.families.hf_config import HfConfig, model_directory, read_object
 from megatron_rl.families.rotation import read_rotation
 from megatron_rl.families.weights import WeightMap, decoder_weights
 from megatron_rl.mxfp4 import MXFP4, as_matrices
 from megatron_rl.registry import FAMILIES
-from megatron_rl.tensor_files import stored_tensors
+from megatron_rl.tensor_files import StoredTensor, stored_tensors
 
 NUMBER_FORMATS = ("F32", "BF16", "F16")
 """That weights are read in."""
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 _PASSED_OVER = (".rotary_emb.inv_freq",)
 """Endings of tensors that older files have and every model computes itself."""
 
@@ -35,6 +37,11 @@ class Family:
     read: Callable[[HfConfig], Architecture]
     """Raises ``ConfigError`` for anything in the file that is not built."""
     weights: Callable[[Architecture], WeightMap] = decoder_weights
+    later_layers: tuple[str, ...] = ()
+    """What ``config.json`` calls the number of layers behind the decoder's, which predict tokens further on (MTP).
+
+    Their tensors are not part of the model here; an export has them as they were.
+    """
     examples: tuple[Mapping[str, Any], ...]
     """Entries of ``config.json`` of small models that between them have every feature: the contract test's."""
 
@@ -57,8 +64,11 @@ def read_decoder(
     """What all families derived from Llama write alike; ``settings`` are the rest.
 
     ``activation`` is the one that is built of the family's MLP; ``rotation`` the settings of its rotary positions,
-    where they are not written as Llama's; ``quantization`` a format of its weights that is read.
+    where they are not written as Llama's; ``quantization`` a format of its weights that is read. A family that rotates
+    a part of each head gives ``rotary_percent``.
     """
+    if "rotary_percent" not in settings and (share := config.rotated_share()) != 1:
+        config.refuse("partial_rotary_factor", share, "whole heads are rotated")
     if settings.get("add_bias_linear"):
         config.expect("attention_bias", True, why="its projections have biases")
     elif not settings.get("add_qkv_bias"):
@@ -98,6 +108,34 @@ def read_decoder(
     return architecture
 
 
+def read_sigmoid_experts(config: HfConfig) -> dict[str, Any]:
+    """Experts as DeepSeek-V3 and GLM-4.5 have them: chosen by sigmoid and a bias, beside shared ones."""
+    config.expect("norm_topk_prob", True, why="weights of the chosen experts are divided by their sum")
+    config.expect("scoring_func", "sigmoid", why="the router's scores are sigmoids")
+    config.expect("topk_method", "noaux_tc", why="experts are chosen by score and bias")
+    config.expect("moe_layer_freq", 1, why="every layer behind the first dense ones has experts")
+    layers, width = config.whole("num_hidden_layers"), config.whole("moe_intermediate_size")
+    count, chosen = config.whole("n_routed_experts"), config.whole("num_experts_per_tok")
+    groups, of_groups = config.whole("n_group", 1), config.whole("topk_group", 1)
+    if groups > 1 and (chosen // of_groups != 2 or count % groups):
+        config.refuse("topk_group", of_groups, f"groups are chosen by their best two experts: {chosen} / 2 fits")
+    dense = config.get("first_k_dense_replace", 0)
+    if not isinstance(dense, int) or not 0 <= dense < min(layers, MOST_LAYERS):
+        config.refuse("first_k_dense_replace", dense, f"at most {layers - 1} of {layers} layers are dense")
+        dense = 0
+    return {
+        "num_experts": count,
+        "moe_ffn_hidden_size": width,
+        "moe_router_topk": chosen,
+        "moe_layer_freq": layer_pattern([index >= dense for index in range(min(layers, MOST_LAYERS))]),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", 1.0),
+        "moe_shared_expert_intermediate_size": width * config.whole("n_shared_experts", 1),
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": of_groups} if groups > 1 else {}),
+    }
+
+
 def read_qwen(config: HfConfig, **settings: Any) -> Architecture:
     """`read_decoder`, where a sliding window may be configured, but must not be in use."""
     config.expect("use_sliding_window", False, why="every layer attends to the whole sequence")
@@ -124,6 +162,22 @@ class HfModel:
     def weights(self) -> WeightMap:
         """Its tensors and the parameters made of them."""
         return self.family.weights(self.architecture)
+
+    def is_passed_through(self, tensor: str) -> bool:
+        """Whether it is of a layer that predicts tokens further on: see `Family.later_layers`."""
+        counts = [self.config.get(name) for name in self.family.later_layers]
+        count = next((number for number in counts if isinstance(number, int)), 0)
+        layer, first = _LAYER.match(tensor), self.architecture.num_layers
+        return layer is not None and first <= int(layer[1]) < first + count
+
+    def passed_through(self) -> dict[str, StoredTensor]:
+        """Tensors that an export takes from the files as they are.
+
+        Raises:
+            CheckpointError: of a model that may have some the files are not there.
+        """
+        stored = stored_tensors(self.directory) if self.family.later_layers else {}
+        return {name: tensor for name, tensor in stored.items() if self.is_passed_through(name)}
 
 
 def read_model(directory: str | Path, weights: bool = False) -> HfModel:
@@ -169,7 +223,10 @@ def weight_problems(model: HfModel) -> list[str]:
     return [
         *told([name for name in expected if name not in stored], lambda _: f"is missing, which {kind} has; {take}"),
         *told(
-            [name for name in stored if name not in expected and not _may_be_there(name)],
+            [
+                name for name in stored
+                if name not in expected and not _may_be_there(name) and not model.is_passed_through(name)
+            ],
             lambda _: f"is none that {kind} has, and would be ignored; {take}",
         ),
         *told(

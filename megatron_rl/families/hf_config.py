@@ -126,6 +126,12 @@ class HfConfig:
         shown = cut(json.dumps(value), _LONGEST_VALUE)
         self._problems.append(f"{self.path}: {self._prefix}{key} {shown} is not built here: {why}")
 
+    def rotated_share(self, default: float = 1.0) -> float:
+        """The part of each head that is rotated: 1 is all of it."""
+        share = self.within("rope_parameters").get("partial_rotary_factor", self.get("partial_rotary_factor", default))
+        fits = _is_number(share) and 0 < share <= 1
+        return float(self._valid("partial_rotary_factor", share, fits, "a number above 0 and at most 1"))
+
     def base(self, key: str, default: float | None = None) -> int:
         """The base of rotary frequencies: a whole number, however it is written."""
         base = self._present(key, default)

@@ -43,9 +43,6 @@ def _one_rotation(config: HfConfig, rope: HfConfig, base: float) -> dict[str, An
     for name in rope.names:
         if isinstance(rope.get(name), Mapping):
             rope.refuse(name, rope.get(name), "every layer has the same positions")
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if share != 1.0:
-        config.refuse("partial_rotary_factor", share, "whole heads are rotated")
     return {"rotary_base": rope.base("rope_theta", config.base("rope_theta", base)), **scaling_of(config, rope)}
 
 

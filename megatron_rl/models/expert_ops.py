@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as functional
-from megatron.core.transformer.moe.moe_utils import unpermute
+from megatron.core.transformer.moe.moe_utils import group_limited_topk, unpermute
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.quantization.copies import packing_for
@@ -46,9 +46,11 @@ class ExpertOps:
 
     def route(self, tokens: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:
         """``tokens`` [T, hidden] -> shares fp32 and numbers of their experts, [T, k] each, largest first."""
-        top_k, over_all = router.topk, router.config.moe_router_pre_softmax
-        if not self._fused:
+        top_k, over_all, is_plain = router.topk, router.config.moe_router_pre_softmax, is_softmax(router.config)
+        if not self._fused or not is_plain:
             logits = router.gating(tokens)
+            if not is_plain:
+                return _scored(logits, router)
             if over_all:
                 return logits.softmax(-1).topk(top_k, 1)
             logits, chosen = logits.topk(top_k, 1)
@@ -99,6 +101,32 @@ class ExpertOps:
 
             return combine(output, dispatched.way_back)
         return unpermute(output, dispatched.way_back, (tokens + 1, output.shape[1]))[:tokens]
+
+
+def is_softmax(config: TransformerConfig) -> bool:
+    """Whether the router is one of those that the kernel knows."""
+    return config.moe_router_score_function == "softmax" and config.moe_router_topk_scaling_factor is None
+
+
+def _scored(logits: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:
+    """megatron's choice by ``logits`` [T, experts]: shares and numbers of the experts, [T, k] each."""
+    config, top_k = router.config, router.topk
+    if config.moe_router_score_function == "softmax":
+        scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
+        shares, chosen = scores.topk(top_k, 1)
+        shares = shares if config.moe_router_pre_softmax else shares.softmax(-1)
+    else:
+        scores = logits.float().sigmoid()
+        ranked = scores if router.expert_bias is None else scores + router.expert_bias
+        if config.moe_router_group_topk:
+            sizes = *logits.shape, config.moe_router_num_groups, config.moe_router_group_topk
+            _, chosen = group_limited_topk(ranked, top_k, *sizes)
+        else:
+            chosen = ranked.topk(top_k, 1).indices
+        shares = scores.gather(1, chosen)
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20) if top_k > 1 else shares
+    factor = config.moe_router_topk_scaling_factor
+    return shares * factor if factor else shares, chosen
 
 
 def sorted_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -108,11 +108,14 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
     blocks = {BLOCKS.get(name) for kind in shape.kinds for name in (kind.mixer, kind.mlp)}
     settings = next((block.settings for block in blocks if "settings" in vars(block)), TransformerConfig)
     common, known = ({field.name for field in dataclasses.fields(cls)} for cls in (TransformerConfig, settings))
-    given = {name: value for name, value in {**vars(model), **vars(config.parallel)}.items() if name in known}
+    flags = vars(model) | vars(config.experts) | vars(config.parallel)
+    given = {name: value for name, value in flags.items() if name in known}
     of_layers = vars(config.layers) | vars(config.rotation)
     given |= {name: value for name, value in of_layers.items() if name in known - common}
     # megatron's own would be weighed otherwise: see `BalanceLosses`.
     given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    experts_in = [kind.mlp == "experts" for kind in shape.kinds]
+    given["moe_layer_freq"] = 1 if len(set(experts_in)) == 1 else [int(has_experts) for has_experts in experts_in]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return settings(
@@ -177,6 +180,7 @@ def build_model(
         for chunk in range(config.stages.chunks)
     )
     refuse_buffers(chunks)
+    transformer_config.moe_router_enable_expert_bias = False  # else megatron moves the frozen biases after each update
     on_cpu = transformer_config.use_cpu_initialization
     draw_parameters(chunks, layout, config.model, torch.initial_seed(), groups.part_of, on_cpu)
     for gpt in chunks:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -76,11 +77,14 @@ class BalancePass:
     """[layers of the model, 3 + experts] fp64, of the step's passes with gradients, this rank's part: both losses
     without coefficient, each group times its weight; weights; tokens of each expert."""
 
-    def loss(self, layer: int, logits: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+    def loss(
+        self, layer: int, logits: Tensor, chosen: Tensor, group: dist.ProcessGroup, scores: str = "softmax"
+    ) -> Tensor | None:
         """This rank's part of a layer's losses, times the group's weight; None without a coefficient.
 
         ``logits`` [T, experts] fp32, ``chosen`` [T, experts] bool: where the tokens are sent. ``group`` is of the
-        ranks that share the tokens of a group; collective over it with a coefficient.
+        ranks that share the tokens of a group; collective over it with a coefficient. ``scores`` is the router's
+        `--moe-router-score-function`; of sigmoids each token's add up to 1 here, as megatron-core does it.
         """
         counts, each = self.members @ chosen.float(), self.weights / self.sizes.clamp_min(1)
         sums, total = self.sums[layer - 1], None
@@ -93,7 +97,8 @@ class BalancePass:
             # Switch Transformer (arXiv 2101.03961): experts x sum over them of share of tokens x mean probability. The
             # share has no gradient; a token that goes to k experts is k tokens.
             shares = everywhere / everywhere.sum(1, keepdim=True).clamp_min(1)
-            probabilities = self.members @ logits.softmax(-1)
+            each_token = logits.softmax(-1) if scores == "softmax" else functional.normalize(logits.sigmoid(), 1, -1)
+            probabilities = self.members @ each_token
             value = logits.shape[1] * (each[:, None] * shares * probabilities).sum()
             sums[0] += value.detach()
             total = self.balance * value
@@ -177,8 +182,18 @@ class BalancedRouter(TopKRouter):
         finally:
             self._pass = None
 
+    def freeze_bias(self) -> None:
+        """Make a parameter without gradient of the router's bias, if it has one.
+
+        As megatron's buffer it is not among what is loaded, saved and compared. It stays fp32.
+        """
+        bias = self.expert_bias
+        if bias is not None:
+            del self.expert_bias
+            self.expert_bias = torch.nn.Parameter(bias.float(), requires_grad=False)
+
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `ExpertLayer` expects no such bias. megatron compiles its own, whenever it is first called."""
+        """Do nothing: the bias is frozen, so no tokens are counted. megatron compiles its own at its first call."""
 
     def routing(self, logits: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """megatron's."""
@@ -186,5 +201,5 @@ class BalancedRouter(TopKRouter):
         if self._pass is None or not torch.is_grad_enabled():  # a layer that is recomputed comes twice, once without
             return probabilities, chosen
         flat = logits.view(-1, logits.shape[-1])
-        loss = self._pass.loss(self.layer_number, flat, chosen, self.tp_cp_group)
+        loss = self._pass.loss(self.layer_number, flat, chosen, self.tp_cp_group, self.score_function)
         return (probabilities if loss is None else MoEAuxLossAutoScaler.apply(probabilities, loss)), chosen

@@ -106,12 +106,12 @@ def audit(
     """One row a linear layer, in the model's order; collective where ranks share rows."""
     quantised = {layer.name: layer for layer in linears.layers}
     rows, modules = [], parallel_linears(model)
-    # Of copies that share experts one may have had no prompt.
-    had_tokens = any(observations[name].calls for name, module in modules.items() if not is_expert(module))
+    # Of copies that share experts one may have had no prompt; in others' passes its MLPs take part, not its attention.
+    had_tokens = any(seen.calls for name, seen in observations.items() if ".self_attention." in name)
     for (name, module), weight in zip(modules.items(), _weights(modules.values()), strict=True):
         seen, layer = observations[name], quantised.get(name)
         wanted = FULL_PRECISION if layer is None else layer.recipe.format
-        if seen.inputs is None:
+        if seen.inputs is None or not (had_tokens or is_expert(module)):
             # Nobody was sent to this expert, or to this rank: no verdict, but no mistake either.
             idle = is_expert(module) or not had_tokens
             rows.append(LayerAudit(name, wanted, wanted if idle else "not at all", 0.0, 0))

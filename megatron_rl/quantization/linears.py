@@ -49,8 +49,8 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
                 found[f"{prefix}.{counted_over_ranks(layer, name)}"] = module
             elif isinstance(module, StackedLinear):
                 stacks[name.rpartition(".")[2]] = module
-        for expert in layer.mlp.local_expert_indices if stacks else ():
-            found |= {f"{prefix}.mlp.experts.local_experts.{expert}.{name}": stacks[name] for name in stacks}
+                for expert in layer.mlp.local_expert_indices if len(stacks) == 2 else ():
+                    found |= {f"{prefix}.mlp.experts.local_experts.{expert}.{name}": stacks[name] for name in stacks}
     return found
 
 

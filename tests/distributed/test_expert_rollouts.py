@@ -47,6 +47,20 @@ def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
         assert ranks[0]["one has all"]["answered calls"] == 0, "the call was cancelled"
 
 
+@pytest.mark.parametrize(("layout", "recipe"), [("EP2", "int8"), ("TP2 x EP2, ETP1", "none")])
+def test_shared_experts_behind_a_dense_layer(layout: str, recipe: str) -> None:
+    """Sigmoid scores, a bias, groups; the dense layer has no part in the ranks' exchange."""
+    world_size, parallel = LAYOUTS[layout]
+    program, given = "tests.distributed.expert_programs:complete", {"shape": "mixed", "recipe": recipe}
+    (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)
+    deals = DEALS if layout == "EP2" else {"all": [0] * 5}
+    ranks = run_ranks(program, world_size, parallel=parallel, deals=deals, **given)
+    for deal in deals:
+        agree([rank[deal] for rank in ranks], one["all"])
+        quantised = [name for name, ran, _ in ranks[0][deal]["audit"] if ran.startswith("int8")]
+        assert ("layers.2.mlp.shared_experts.linear_fc2" in quantised) == (recipe == "int8")
+
+
 def test_graphs_of_experts_over_ranks(one: dict[str, Any]) -> None:
     """A tape in a graph's place: both ranks record and replay together, also where one has no sequences at all."""
     program = "tests.distributed.expert_programs:complete"

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny import POST_NORMS, SINKS, WINDOWS
+from tests.support.tiny import MIXED, POST_NORMS, SINKS, WINDOWS
 
 TIED = {"untie_embeddings_and_output_weights": False}
 UNEVEN = {"num_layers": 5}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+MIXED = MIXED | {"num_layers": 4, "moe_layer_freq": "([0]*1+[1]*3)"}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "add_qkv_bias": False, "qk_layernorm": True}
 BALANCED = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 TEACHER = str(Path(__file__).parents[1] / "support" / "teacher")
@@ -54,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks, attention recomputed": SINKS | {"recompute_granularity": "selective"},
     "windows, recomputed": WINDOWS | RECOMPUTED,
     "post norms": POST_NORMS,
+    "mixed": MIXED | BALANCED,
+    "mixed, overlaps": MIXED | BALANCED | OVERLAP,
     "prompts": PROMPTS,
     "prompts, fused": PROMPTS | FUSED,
     "prompts, experts": PROMPTS | EXPERTS,
@@ -79,7 +82,7 @@ REFERENCE = {
     "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
     "experts, loop": "experts", "experts, loop, overlaps": "experts", "experts, distributed": "experts",
     "experts, overlaps": "experts", "experts, overlaps, few": "experts, few",
-    "balanced, few, overlaps": "balanced, few",
+    "balanced, few, overlaps": "balanced, few", "mixed, overlaps": "mixed",
     "shared": "prompts", "shared, recomputed": "prompts", "shared, attention recomputed": "prompts",
     "shared, overlaps": "prompts", "shared, fused": "prompts, fused", "shared, experts": "prompts, experts",
     "shared, windows": "prompts, windows",
@@ -99,12 +102,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ],
     ),
     "DP2": (2, {}, ["shared", "shared, overlaps"]),
-    "TP2, sequence-parallel": (2, TENSOR, ["shared", "shared, fused", "shared, experts"]),
+    "TP2, sequence-parallel": (2, TENSOR, ["shared", "shared, fused", "shared, experts", "mixed"]),
     "PP2": (
         2, STAGES,
         [
             "plain", "tied", "fused", "recomputed", "experts", "balanced", "balanced by batch", "replayed",
-            "more on the last", "few", "taught", "windows", "sinks",
+            "more on the last", "few", "taught", "windows", "sinks", "mixed",
         ],
     ),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught", "windows"]),
@@ -118,7 +121,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, SHARED,
         [
             "experts", "replayed", "experts, recomputed", "experts, few", "experts, overlaps", "experts, loop",
-            "balanced", "experts, taught", "shared, experts",
+            "balanced", "experts, taught", "shared, experts", "mixed, overlaps",
         ],
     ),
     "EP2 x DP2": (
@@ -130,7 +133,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     ),
     "TP2 x EP2, ETP1": (
         2, SHARED | TENSOR | {"expert_tensor_parallel_size": 1},
-        ["experts", "experts, few", "replayed", "balanced", "sinks", "sinks, loop"],
+        ["experts", "experts, few", "replayed", "balanced", "sinks", "sinks, loop", "mixed"],
     ),
     "TP2 x EP2, ETP2": (4, SHARED | TENSOR, ["experts", "experts, overlaps, few", "experts, loop"]),
     "EP2 x PP2": (4, SHARED | STAGES, ["experts", "experts, few", "experts, overlaps", "balanced"]),
@@ -143,7 +146,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, CONTEXT,
         [
             "plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught", "windows",
-            "windows, recomputed", "sinks", "post norms",
+            "windows, recomputed", "sinks", "post norms", "mixed",
         ],
     ),
     "CP2 x TP2, sequence-parallel": (

@@ -41,6 +41,9 @@ def write_model(
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():  # a router's bias
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     stored = getattr(torch, dtype)
     model.to(stored).save_pretrained(directory, **save)
     return model.float()

@@ -57,6 +57,13 @@ POST_NORMS = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 """Changes to `FLAGS`: what OLMo 3 has beyond Llama, YaRN among it."""
+MIXED = {
+    "num_layers": 3, "moe_layer_freq": "([0]*1+[1]*2)", "num_experts": 8, "moe_ffn_hidden_size": 24,
+    "moe_router_topk": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+    "moe_shared_expert_intermediate_size": 40, "rotary_percent": 0.5, "qk_layernorm": True,
+}  # fmt: skip
+"""Changes to `FLAGS`: a dense layer, then experts, all that GLM-4.5's have beyond Qwen3's."""
 
 SHAPES = {
     "grouped, gated, untied": {},
@@ -73,6 +80,7 @@ SHAPES = {
     "sinks": SINKS,
     "post norms": POST_NORMS,
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
+    "mixed": {**MIXED, "moe_shared_expert_gate": True},
     "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
 }
 """Changes to `FLAGS` that between them have every part a model may have."""

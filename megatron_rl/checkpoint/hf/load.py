@@ -119,7 +119,7 @@ def import_hf(
     with TensorReader(model.directory) as reader:
 
         def make(parameter: Parameter) -> torch.Tensor:
-            values = torch.empty(parameter.shape, dtype=dtype)
+            values = torch.empty(parameter.shape, dtype=torch.float32 if parameter.is_buffer else dtype)
             fill(values, weights[parameter.name].pieces(parameter), reader)
             return values
 

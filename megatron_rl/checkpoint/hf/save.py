@@ -19,11 +19,19 @@ from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.stored import embedding_rows, misfits, open_weights, part_of_stored
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter, read_model
-from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, write_index, write_json
+from megatron_rl.tensor_files import (
+    TensorEntry,
+    TensorReader,
+    TensorWriter,
+    plan_files,
+    write_index,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 5 * 10**9
+_COPIED_BYTES = 2**24
 LONGEST_DESCENT = 100
 """Runs, each begun with the weights of the one before: a directory that was used again could make a circle."""
 COPIED_FILES = (
@@ -92,18 +100,23 @@ def write_hf(
     weights, in_mxfp4 = origin.weights, dtype is None and origin.is_mxfp4
     dtype = dtype or dtype_of(origin)
     blocks = weights.stacked_matrices if in_mxfp4 else frozenset()
-    entries: dict[str, TensorEntry] = {}
+    formats = dict.fromkeys(weights.tensors, dtype)
+    for parameter in layout.parameters:
+        formats |= dict.fromkeys(weights[parameter.name].tensors, torch.float32) if parameter.is_buffer else {}
+    entries = passed_through(origin)
     for name, shape in weights.tensors.items():
-        entries |= mxfp4.entries(name, shape) if name in blocks else {name: TensorEntry(_NUMBERS[dtype], shape)}
+        own = {name: TensorEntry(_NUMBERS[formats[name]], shape)}
+        entries |= mxfp4.entries(name, shape) if name in blocks else own
     files = plan_files(entries, MAX_FILE_BYTES)
     with whole_directory(target, origin.directory) as directory, _originals(origin, in_mxfp4) as originals:
         encoder = mxfp4.Encoder(originals)
         with TensorWriter(directory, files) as writer:
             for parameter in layout.parameters:
                 for name, tensor in tensors_of(weights[parameter.name], parameter, produce(parameter)).items():
-                    parts = encoder.parts(name, tensor.t()) if name in blocks else [(name, tensor.to(dtype))]
+                    parts = encoder.parts(name, tensor.t()) if name in blocks else [(name, tensor.to(formats[name]))]
                     for part, numbers in parts:
                         writer.append(part, numbers)
+            _copy_tensors(origin, writer)
         if len(files) > 1:
             write_index(directory, files)
         _write_config(origin, directory, dtype, in_mxfp4)
@@ -125,6 +138,24 @@ def _originals(origin: HfModel, in_mxfp4: bool) -> contextlib.AbstractContextMan
         return TensorReader(origin.directory) if in_mxfp4 else contextlib.nullcontext()
     except CheckpointError:
         return contextlib.nullcontext()
+
+
+def passed_through(origin: HfModel) -> dict[str, TensorEntry]:
+    """Tensors of the origin that no parameter is made of and an export keeps: see `HfModel.passed_through`."""
+    try:
+        return {**origin.passed_through()}
+    except CheckpointError as error:
+        logger.warning("the export lacks what may have been in the files beside the model's weights: %s", error)
+        return {}
+
+
+def _copy_tensors(origin: HfModel, writer: TensorWriter) -> None:
+    if tensors := passed_through(origin):
+        with TensorReader(origin.directory) as reader:
+            for name, tensor in tensors.items():
+                rows = max(1, _COPIED_BYTES * tensor.shape[0] // max(1, tensor.num_bytes)) if tensor.shape else 1
+                for part in reader.pieces(name, rows):
+                    writer.append(name, part)
 
 
 def tensors_of(entry: Entry, parameter: Parameter, values: torch.Tensor) -> dict[str, torch.Tensor]:

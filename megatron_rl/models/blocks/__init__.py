@@ -56,7 +56,10 @@ class Block:
         raise NotImplementedError
 
     def join(self, token: torch.Tensor, plan: RolloutPlan) -> None:
-        """Take part in a `decode` of the ranks that share this block with a ``token`` [1, hidden] that nobody reads."""
+        """Take part in a `decode` of the ranks that share this block with a ``token`` [1, hidden] that nobody reads.
+
+        A block that no ranks share has nothing to do.
+        """
 
     def told(self, plan: Any) -> contextlib.AbstractContextManager[None]:
         """Of an MLP: inside, its forward passes are of the ``plan`` of a batch, or of None."""

@@ -14,13 +14,15 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_rl.families import LayerKind
 from megatron_rl.models.blocks import Block
+from megatron_rl.models.blocks.dense import GatedMLP
 from megatron_rl.models.expert_ops import Dispatched, ExpertOps, LinearInput, activated
-from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear
+from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear, call_linear
 from megatron_rl.models.routing import BalancedRouter, Routing
 from megatron_rl.platform.megatron import submodules_of
 from megatron_rl.quantization.copies import StackedLinear
@@ -33,9 +35,7 @@ class ExpertLayer(Block, MoELayer):
     """megatron's layer: each token goes through the experts that the router chooses, on whatever ranks they are."""
 
     expects = {
-        "moe_shared_expert_intermediate_size": None, "moe_latent_size": None, "moe_apply_probs_on_input": False,
-        "moe_router_score_function": "softmax",  # of which `BalancePass` makes its losses
-        "moe_router_enable_expert_bias": False,  # a buffer: checkpoints and the reference policy have parameters alone
+        "moe_latent_size": None, "moe_apply_probs_on_input": False, "moe_shared_expert_overlap": False,
     }  # fmt: skip
     routing: Routing | None
     """What rollouts chose, and what training is to use; see `replay_routing`."""
@@ -51,9 +51,15 @@ class ExpertLayer(Block, MoELayer):
         elif config.expert_tensor_parallel_size == 1:
             single = submodules_of(submodules.experts)
             single.linear_fc1, single.linear_fc2 = WholeColumnLinear, WholeRowLinear
+        if config.moe_shared_expert_intermediate_size is not None and config.tensor_model_parallel_size == 1:
+            shared = submodules_of(submodules.shared_experts)
+            shared.linear_fc1, shared.linear_fc2 = WholeColumnLinear, WholeRowLinear
 
     def prepare(self, _: LayerKind) -> None:
         self.router.__class__ = BalancedRouter
+        self.router.freeze_bias()
+        if self.shared_experts is not None:
+            self.shared_experts.__class__ = SharedExperts
         self.routing = None
         for name, parameter in self.experts.named_parameters():
             # megatron marks the biases of single experts as if tensor-parallel ranks had the same ones.
@@ -92,7 +98,8 @@ class ExpertLayer(Block, MoELayer):
         if self.routing is not None:
             self.routing.chosen = chosen
         run = self._over_ranks if is_shared else self._here
-        return reduce_from_tensor_model_parallel_region(run(tokens, shares, chosen, plan), self.experts.tensor_group)
+        routed = reduce_from_tensor_model_parallel_region(run(tokens, shares, chosen, plan), self.experts.tensor_group)
+        return routed if self.shared_experts is None else routed + self.shared_experts.decode(tokens, plan)
 
     def _here(
         self, tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, plan: RolloutPlan
@@ -125,6 +132,16 @@ class ExpertLayer(Block, MoELayer):
         parts = torch.empty_like(summed)
         dist.all_to_all_single(parts, summed, group=ranks)  # and one rounding, where a reduction rounds each addition
         return parts.view(ranks.size(), rows, -1).sum(0)[: tokens.shape[0]]
+
+
+class SharedExperts(SharedExpertMLP, GatedMLP):
+    """An MLP beside the routed experts that every token goes through."""
+
+    def decode(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
+        """`forward` of a rollout's tokens, [T, hidden]."""
+        inner, _ = call_linear(self.linear_fc1, tokens)
+        output, _ = call_linear(self.linear_fc2, plan.ops.activate(inner, self.config, self.linear_fc2))
+        return output * functional.linear(tokens, self.gate_weight).sigmoid() if self.use_shared_expert_gate else output
 
 
 def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:

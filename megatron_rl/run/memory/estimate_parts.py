@@ -55,10 +55,11 @@ def training_state(config: RLConfig, layout: ModelLayout, copies: int, world_siz
             kept += _moment_bytes(dtype, sizes, updated)
     else:
         kept += FP32 * int(config.optimizer.sgd_momentum > 0) * updated
+    fixed = sum(parameter.size for parameter in layout.parameters if parameter.is_buffer)
     return TrainingState(
-        numbers=sum(sum(sizes) for sizes, _ in buffers),
+        numbers=sum(sum(sizes) for sizes, _ in buffers) + fixed,
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
-        weights=buffer * number,
+        weights=buffer * number + FP32 * fixed,
         gradients=buffer * gradient,
         optimizer=kept + (FP32 * updated if gradient != FP32 else 0),
         kept=kept,
@@ -81,7 +82,7 @@ def _buffers(
     """
     are_shared = config.parallel.expert_model_parallel_size > 1
     kinds: dict[bool, list[int]] = {False: []}
-    for parameter in layout.parameters:
+    for parameter in (each for each in layout.parameters if not each.is_buffer):
         kinds.setdefault(are_shared and parameter.is_of_an_expert, []).append(parameter.size)
     return [(sizes, world_size // config.expert_parallel_ranks if kind else copies) for kind, sizes in kinds.items()]
 
@@ -120,7 +121,7 @@ def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -
           with qk norms     + T (2 q + k + v)   the projection itself, and q once more
           core recomputed   T (3 q + 2 k + v)   the projection, rotated q and k, the result
           both              T (4 q + 2 k + v)   the same, and q once more
-        MLP                 3 T f               SwiGLU: fc1 counts twice, and its product
+        MLP                 3 T f               SwiGLU: fc1 counts twice, and its product; shared experts, too
           other gates       5 T f               the gate after its activation and the other half, too
           without gate      2 T f
           recomputed        0

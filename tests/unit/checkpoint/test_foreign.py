@@ -194,8 +194,7 @@ def test_without_args_names_and_shapes_decide(one_rank, tmp_path: Path, write: A
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("multi_latent_attention", True), ("moe_shared_expert_intermediate_size", 64), ("window_size", (128, 0)),
-     ("moe_router_score_function", "sigmoid"), ("moe_layer_freq", [0, 1, 1, 1]), ("mtp_num_layers", 1)],
+    [("multi_latent_attention", True), ("window_size", (128, 0)), ("mtp_num_layers", 1)],
 )  # fmt: skip
 def test_a_model_that_is_not_built_is_named_by_its_flag(one_rank, tmp_path: Path, name: str, value: Any) -> None:
     config = tiny_config(**EXPERTS)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, topology_of
 from megatron_rl.checkpoint.hf import save
@@ -21,16 +22,18 @@ from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_dir
 from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Parameter, Stages, read_model
+from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Parameter, Stages, read_model, weight_problems
 from megatron_rl.families.architecture import ALL_EXPERTS
 from megatron_rl.families.family import SMALL
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, stored_tensors
 from tests.support.hugging_face import hf_run, loaded_policy, write_back, write_model
 
 SETTINGS = {
     "qwen2": SMALL,
     "qwen3": {**SMALL, "tie_word_embeddings": True, "head_dim": 16},
+    "glm4_moe": FAMILIES.get("glm4_moe").examples[1],
     "qwen3_moe": {**SMALL, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
 }
 
@@ -75,6 +78,27 @@ def test_files_hold_no_more_than_their_limit_unless_one_tensor_does(sizes, limit
     assert [list(entries) for entries in files.values()] == expected
     names = [f"model-{n:05d}-of-{len(expected):05d}.safetensors" for n in range(1, len(expected) + 1)]
     assert list(files) == (["model.safetensors"] if len(expected) == 1 else names)
+
+
+def test_layers_that_predict_further_tokens_go_unchanged_to_the_export(one_rank: ParallelGroups, tmp_path) -> None:
+    """The router's bias stays fp32 in an export in bf16, too."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_model(source, "glm4_moe", {**FAMILIES.get("glm4_moe").examples[0], "num_nextn_predict_layers": 1})
+    extra = {"model.layers.3.eh_proj.weight": torch.randn(8, 4, dtype=torch.bfloat16)}
+    save_file(load_file(source / "model.safetensors") | extra, source / "model.safetensors", {"format": "pt"})
+    model = read_model(source)
+    assert weight_problems(model) == []
+    policy, _ = loaded_policy(hf_run(source), model.architecture.vocab_size)
+    write_back(policy, model, target)
+    assert _same(source, target)
+    write_back(policy, model, tmp_path / "bf16", torch.bfloat16)
+    written = _tensors(tmp_path / "bf16")
+    assert {name for name, tensor in written.items() if tensor.dtype == torch.float32} == {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)
+    }
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").model.layers[2].mlp.gate.weight.shape == (8, 32)
+    (line,) = weight_problems(replace(model, config={**model.config, "num_nextn_predict_layers": 0}))
+    assert "tensor model.layers.3.eh_proj.weight is none that a Glm4MoeForCausalLM of this config.json has" in line
 
 
 def test_a_writer_wants_every_number_of_every_tensor_and_no_more(tmp_path: Path) -> None:

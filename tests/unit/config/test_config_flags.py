@@ -12,7 +12,7 @@ from megatron_rl.config.rl_config import all_flags, section_classes
 from tests.support.flags import parse_config
 
 SECTIONS = [
-    "model", "layers", "rotation", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer",
+    "model", "layers", "experts", "rotation", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer",
     "schedule", "checkpoint", "logging", "environment", "rollout", "quantization", "algorithm", "critic", "teacher",
     "compatibility",
 ]

@@ -13,6 +13,7 @@ THREE = {
     "ffn_hidden_size": "96", "seq_length": "126",
 }  # fmt: skip
 SHARED = {"expert_model_parallel_size": "2", "perform_rl_step": None}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk": "2"}
 MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
 
 
@@ -30,6 +31,21 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (1, {"moe_router_load_balancing_type": "aux_loss"}, ["aux_loss has no effect", "--moe-aux-loss-coeff 0.001"]),
         (1, {"moe_aux_loss_coeff": "0.01"}, ["--moe-aux-loss-coeff 0.01", "-balancing-type seq_aux_loss"]),
         (1, {"num_experts": None, "moe_z_loss_coeff": "0.01"}, ["--moe-z-loss-coeff without --num-experts"]),
+        (1, SIGMOID | {"num_experts": None, "moe_router_topk": None},
+         ["--moe-router-score-function without --num-experts"]),
+        (1, {"moe_layer_freq": "3,4"}, ["--moe-layer-freq 3,4", "([0]*1+[1]*3)"]),
+        (1, {"moe_layer_freq": "([0]*1+[1]*9)"}, ["--moe-layer-freq", "lists 10 layers", "--num-layers is"]),
+        (1, {"moe_layer_freq": "[0]*4"}, ["--moe-layer-freq", "no layer experts"]),
+        (1, {"moe_router_enable_expert_bias": True}, ["--moe-router-enable-expert-bias", "-score-function sigmoid"]),
+        (1, SIGMOID | {"moe_router_pre_softmax": True}, ["--moe-router-pre-softmax has no effect"]),
+        (1, SIGMOID | {"moe_router_num_groups": "2"}, ["--moe-router-num-groups 2", "add --moe-router-group-topk"]),
+        (1, SIGMOID | {"moe_router_num_groups": "2", "moe_router_group_topk": "2"},
+         ["--moe-router-group-topk 2", "--moe-router-topk 2 1 times, not twice"]),
+        (1, SIGMOID | {"moe_router_num_groups": "4", "moe_router_group_topk": "1"}, ["groups of two experts"]),
+        (1, {"moe_shared_expert_gate": True}, ["without --moe-shared-expert-intermediate-size"]),
+        (2, TENSOR | {"moe_shared_expert_intermediate_size": "33"}, ["use 32 or 34"]),
+        (1, {"moe_shared_expert_intermediate_size": "32", "perform_rl_step": True, "rl_inference_engine": "mcore"},
+         ["--rl-inference-engine mcore", "--moe-shared-expert-intermediate-size"]),
         (1, {"moe_grouped_gemm": True, "moe_ffn_hidden_size": "30"},
          ["--moe-ffn-hidden-size 30", "16 bytes", "use 28 or 32"]),
         (1, {"num_layers": "1000", "num_experts": "128"}, ["--num-experts 128", "1000 layers", "100,000 experts"]),

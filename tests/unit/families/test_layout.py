@@ -92,7 +92,7 @@ def one_of_two_ranks(parallel: dict[str, int], shapes: list[str]) -> list[dict[s
 
 def test_of_two_tensor_parallel_ranks() -> None:
     """With fewer groups than ranks each rank stores half a group, and caches all of it."""
-    shapes, parallel = ["one group", "all biases", "experts", "odd widths"], {"tensor_model_parallel_size": 2}
+    shapes, parallel = ["one group", "all biases", "experts", "mixed", "odd widths"], {"tensor_model_parallel_size": 2}
     ranks = run_ranks("tests.unit.families.test_layout:one_of_two_ranks", 2, parallel=parallel, shapes=shapes)
     expected = [told(on_two_ranks(name, parallel).layout(VOCABULARY)) for name in shapes]
     assert ranks == [expected, expected]

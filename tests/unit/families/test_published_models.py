@@ -43,6 +43,14 @@ GEMMA3 = {
     "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512, "vocab_size": 262144,
 }  # fmt: skip
 
+GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0,
+    "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "num_attention_heads": 96, "num_key_value_heads": 8, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 1000000, "vocab_size": 151552, "tie_word_embeddings": False,
+}  # fmt: skip
+
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Qwen2.5-32B": (
         {**QWEN2_5, "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_hidden_layers": 64,
@@ -66,6 +74,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
          "tie_word_embeddings": True},
         596_049_920,
         {"kv_channels": 128, "qk_layernorm": True, "add_qkv_bias": False}),
+    "GLM-4.5-Air": (
+        {**GLM4_MOE, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46, "n_routed_experts": 128,
+         "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False},
+        106_852_251_264,
+        {"rotary_percent": 0.5, "moe_layer_freq": "([0]*1+[1]*45)", "add_qkv_bias": True,
+         "moe_shared_expert_intermediate_size": 1408}),
     "Qwen3-30B-A3B": (
         {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
          "intermediate_size": 6144, "num_attention_heads": 32, "num_hidden_layers": 48, "num_key_value_heads": 4,

@@ -158,8 +158,7 @@ def test_a_rollout_first_does_not_spoil_training(one_rank: ParallelGroups) -> No
 @pytest.mark.parametrize(
     ("setting", "experts"),
     [
-        ({"moe_shared_expert_intermediate_size": 24}, True),
-        ({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, True),
+        ({"moe_latent_size": 16}, True),
         ({"activation_func_clamp_value": 7.0}, False),
         ({"attention_output_gate": True}, False),
     ],

@@ -17,13 +17,18 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout import RolloutForward, RolloutLayer
 from megatron_rl.quantization.audit import observed
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens
-from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tiny import MIXED, tiny_config, tiny_policy
 
 FAMILIES = {
     "qwen2": {},
     "llama": {"add_qkv_bias": False},
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
     "qwen3_moe": {"add_qkv_bias": False, "qk_layernorm": True, "num_experts": 4, "moe_ffn_hidden_size": 24},
+    "glm4_moe": MIXED,
+    "qwen2_moe": {
+        "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40,
+        "moe_shared_expert_gate": True, "moe_router_pre_softmax": True,
+    },
     "tied": {"untie_embeddings_and_output_weights": False},
     "multi_head": {"group_query_attention": False, "num_query_groups": False},
     "multi_query": {"num_query_groups": 1},
