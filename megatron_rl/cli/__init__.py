@@ -26,6 +26,7 @@ COMMANDS = {
     "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
     "compare": ("megatron_rl.metrics.compare:main", "what runs were told differently, and what came of it"),
     "doctor": ("megatron_rl.cli.doctor:main", "say whether this machine can run it, and how to mend what cannot"),
+    "test": ("megatron_rl.environments.__main__:test", "test an environment before training on it"),
     "new": ("megatron_rl.environments.__main__:new", "write an environment to start from, with its test"),
 }
 """Sub-command -> what runs it, given the words behind it, and its line in the help."""

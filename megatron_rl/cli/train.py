@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.cli import COMMANDS
+from megatron_rl.cli import COMMANDS, propose
 from megatron_rl.cli.first_run import HEADING, FirstRun, full_flags, is_first_run, show
 from megatron_rl.cli.options import Ranks, described, read_ranks
 from megatron_rl.config.arguments import read_config
@@ -61,7 +61,11 @@ def _run(name: str, words: Sequence[str], more: Sequence[str] = ()) -> int:
 train = functools.partial(_run, "train")
 evaluate = functools.partial(_run, "eval", more=("--eval-only",))
 check = functools.partial(_run, "check", more=("--check",))  # for as many ranks as a launch of these words would start
-estimate = functools.partial(_run, "estimate", more=("--estimate",))
+
+
+def estimate(words: Sequence[str]) -> int:
+    """Bytes of the run that ``words`` mean; with --gpus the layouts that fit."""
+    return propose.main(words) if propose.proposes(words) else _run("estimate", words, more=("--estimate",))
 
 
 def _launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:

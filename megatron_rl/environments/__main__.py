@@ -42,6 +42,11 @@ def new(words: Sequence[str]) -> int:
     return main(["new", *words])
 
 
+def test(words: Sequence[str]) -> int:
+    """``megatron-rl test ENVIRONMENT``."""
+    return main(["test", *words])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.environments", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{list,test,new,serve}")

@@ -1,4 +1,4 @@
-"""Whether an environment can be trained on: the checks of ``python -m megatron_rl.environments test``.
+"""Whether an environment can be trained on: the checks of ``megatron-rl test``.
 
 A harness calls `scripted_model`, an OpenAI-compatible endpoint that says what it is told to.
 """

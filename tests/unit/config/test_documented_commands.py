@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.cli.first_run import FirstRun, is_first_run
 from megatron_rl.cli.options import read_ranks, take
+from megatron_rl.cli.propose import Question, proposes
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 
@@ -42,9 +43,12 @@ def _read(text: str) -> tuple[RLConfig, list[str], bool]:
     shown = [word for word in words if word not in ("...", "FLAGS", "--help")]
     shown += ["--eval-only"] if "megatron-rl eval" in text else []
     found, flags = read_ranks(shown)
-    if is_first_run(flags):  # tests/unit/cli/test_first_run.py runs those of docs/cli.md
+    if is_first_run(flags) and not proposes(flags):  # tests/unit/cli/test_first_run.py runs those of docs/cli.md
         asked, flags = take(FirstRun, flags)
         assert asked.model and asked.data and (asked.reward or asked.sft)
+        flags = ["--load-hf", "DIR", *flags]
+    elif proposes(flags):
+        asked, flags = take(Question, flags)
         flags = ["--load-hf", "DIR", *flags]
     ranks = re.search(r"--nproc-per-node[= ](\d+)", text)
     config, problems = read_config(flags, int(ranks[1]) if ranks else found.world_size)
