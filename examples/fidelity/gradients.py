@@ -5,7 +5,7 @@
 
 The loss is GRPO's first update, -A log p, over parts of a text with advantages 1 and -1 in turn. Of each layer the
 weights of its linears are one vector; an error is its distance to float64's, divided by the length of that one. Three
-are printed: of the quantised forward pass with a plain backward pass, of both quantised, and what the second adds.
+are printed: of the quantized forward pass with a plain backward pass, of both quantized, and what the second adds.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def main() -> int:
     policy.gpt.float()
     in_fp32 = gradients_of(policy, groups, batch)
     for name in options.recipes:
-        through, both = (quantised(policy, groups, batch, name, backward) for backward in (False, True))
+        through, both = (quantized(policy, groups, batch, name, backward) for backward in (False, True))
         rows = [
             (place, *(f"{error:.2%}" for error in errors))
             for place, *errors in errors_of(exact, in_fp32, through, both)
         ]
-        print_table(sys.stdout, (name, "fp32", "forward quantised", "both", "added by the backward pass"), rows)
+        print_table(sys.stdout, (name, "fp32", "forward quantized", "both", "added by the backward pass"), rows)
         sys.stdout.flush()
     shut_down()
     return 0
@@ -95,7 +95,7 @@ def gradients_of(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch)
     return found
 
 
-def quantised(
+def quantized(
     policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, recipe: str, backward: bool
 ) -> list[torch.Tensor]:
     """`gradients_of` aligned training."""

@@ -39,9 +39,11 @@ def quantizable_policy(**changes: object) -> PolicyModel:
     return policy
 
 
-def linears_of(policy: PolicyModel, recipe: str = "int8", skip: Sequence[str] = ()) -> QuantizedLinears:
+def linears_of(
+    policy: PolicyModel, recipe: str = "int8", skip: Sequence[str] = (), *, quantizes_gradients: bool = False
+) -> QuantizedLinears:
     """The quantised copies of a tiny model."""
-    return QuantizedLinears(policy.gpt, RECIPES.get(recipe), skip)
+    return QuantizedLinears(policy.gpt, RECIPES.get(recipe), skip, quantizes_gradients=quantizes_gradients)
 
 
 def rollout_quantization(

@@ -170,7 +170,8 @@ def test_every_attention_backend_is_measured_or_says_why_not(rehearsal: dict[str
 
 @on_cpu
 def test_unequal_lengths_are_as_many_tokens(rehearsal: dict[str, list[Row]]) -> None:
-    equal, unequal = rehearsal["training"]
+    equal, unequal, *in_fp8 = rehearsal["training"]
+    assert [row["format"] for row in in_fp8] == ["fp8 forward", "fp8 forward and backward"]
     assert (equal["lengths"], unequal["lengths"]) == ("equal", "log-normal")
     assert equal["tokens"] == unequal["tokens"] and equal["samples"] < unequal["samples"]
     assert equal["over_equal"] == 1.0 and unequal["over_equal"] == pytest.approx(unequal["ms"] / equal["ms"])

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.config.arguments import read_config
 from tests.support.forks import run_python
+from tests.support.quantized import quantizable_policy
 
 ROOT = Path(__file__).parents[3]
 FILES = ["--tokenizer-model", "T", "--langrl-env-config", "E", "--run-dir", "R"]
@@ -20,7 +21,7 @@ FILES = ["--tokenizer-model", "T", "--langrl-env-config", "E", "--run-dir", "R"]
 def example(monkeypatch):
     """The modules of the example, which import each other by their file names."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "fidelity"))
-    names = ("settings", "plot", "controls", "study")
+    names = ("settings", "plot", "controls", "study", "gradients")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -81,3 +82,19 @@ def test_an_unknown_setting_is_refused_in_one_line():
     outcome = run_python("examples/fidelity/study.py", "--settings", "hardest")
     assert outcome.returncode == 2
     assert "--settings hardest: there are easy, hard, experts" in outcome.stderr
+
+
+def test_gradients_are_compared_by_layer(example, one_rank):
+    """In fp32 they are float64's; a vector that is twice as long is 100 % away."""
+    gradients, policy = example["gradients"], quantizable_policy(seq_length=64)
+    batch = gradients.batch_of([5 + number % 7 for number in range(100)])
+    assert batch.packing.lengths == (64, 36)
+    policy.gpt.double()
+    exact = gradients.gradients_of(policy, one_rank, batch)
+    policy.gpt.float()
+    in_fp32 = gradients.gradients_of(policy, one_rank, batch)
+    both = gradients.quantized(policy, one_rank, batch, "fp8_block", backward=True)
+    rows = {name: errors for name, *errors in gradients.errors_of(exact, in_fp32, [2 * g for g in exact], both)}
+    assert list(rows) == ["layer 0", "layer 1", "all layers"]
+    for fp32, twice, quantized, _ in rows.values():
+        assert fp32 < 1e-4 and twice == pytest.approx(1) and 0.01 < quantized < 1

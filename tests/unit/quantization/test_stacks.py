@@ -83,12 +83,12 @@ def test_memory_is_given_up_and_taken_again(pair: Pair) -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp8_block"])
-def test_aligned_training_has_the_same_gradients(pair: Pair, one_rank: object, recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "both"), [("int8", False), ("fp8_block", False), ("fp8_block", True)])
+def test_aligned_training_has_the_same_gradients(pair: Pair, one_rank: object, recipe: str, both: bool) -> None:
     batch, found = collate(random_samples(6), "cpu"), []
     for policy in pair:
         scorer = Scorer(policy, one_rank, 1.0)
-        with linears_of(policy, recipe).installed():
+        with linears_of(policy, recipe, quantizes_gradients=both).installed():
             logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
             logprobs.sum().backward()
         experts = policy.gpt.decoder.layers[0].mlp.experts

@@ -14,6 +14,8 @@ from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import build_model
 from megatron_rl.platform.groups import seed_everything
+from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.registry import RECIPES
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.signals import StopRequest
 from megatron_rl.trainer.batches import BatchBuilder
@@ -32,7 +34,9 @@ def training(bench: Bench) -> Iterator[Row]:
     """Updates of the 0.5B on packed samples: forward, backward, optimizer.
 
     All of the context's length, then of log-normal lengths, as many tokens and each time others: a library that
-    prepares something for each new shape shows there. ``over_equal`` compares the times.
+    prepares something for each new shape shows there. Then of equal lengths with products by block in fp8
+    (`--rl-train-forward quantized`, with `--rl-train-backward quantized`); `requantise` has what the copies cost.
+    ``over_equal`` compares the times with those of the first.
     """
     bench.forget()
     sizes, shape = bench.sizes, bench.sizes.small
@@ -46,15 +50,28 @@ def training(bench: Bench) -> Iterator[Row]:
     tokens = sizes.samples * sizes.context
     equal = [[sizes.context] * sizes.samples]
     unequal = [log_normal_lengths(tokens, sizes.context, seed) for seed in range(sizes.repeats + 2)]
-    first = None
+    first = 0.0
+
+    def row(took: float, lengths: Sequence[int]) -> Row:
+        mfu = utilisation(training_flops(shape, lengths), took, bench.peak)
+        return {"samples": len(lengths), "tokens": tokens, "ms": 1e3 * took, "tokens_per_second": tokens / took,
+                "over_equal": took / first, "mfu": mfu}  # fmt: skip
+
     for name, every in (("equal", equal), ("log-normal", unequal)):
         turns = itertools.cycle([samples_of(lengths, shape.vocab) for lengths in every])
         took = bench.seconds(lambda turns=turns: update(next(turns)))
         bench.profile(f"{name} lengths", lambda turns=turns: update(next(turns)))
         first = first or took
-        yield {"model": shape.name, "lengths": name, "samples": len(every[0]), "tokens": tokens, "ms": 1e3 * took,
-               "tokens_per_second": tokens / took, "over_equal": took / first,
-               "mfu": utilisation(training_flops(shape, every[0]), took, bench.peak)}  # fmt: skip
+        yield {"model": shape.name, "lengths": name, "format": "bf16", **row(took, every[0])}
+    samples = samples_of(equal[0], shape.vocab)
+
+    def in_fp8(both: bool) -> Iterator[Row]:
+        linears = QuantizedLinears(policy.gpt, RECIPES.get("fp8_block"), quantizes_gradients=both)
+        with linears.installed():
+            yield row(bench.seconds(lambda: update(samples)), equal[0])
+
+    for name, both in (("fp8 forward", False), ("fp8 forward and backward", True)):
+        yield from guarded(in_fp8(both), {"model": shape.name, "lengths": "equal", "format": name})
 
 
 def log_normal_lengths(tokens: int, longest: int, seed: int, least: int = 8) -> list[int]:
