@@ -19,7 +19,7 @@ from megatron_rl.trainer.packing import collate, without_loss
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
 from tests.support.samples import gradients_of, make_sample, random_samples
-from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tiny import MIXED, tiny_config, tiny_policy
 from tests.support.tokens import changed
 
 SEQUENCES = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5}
@@ -34,12 +34,14 @@ LOG3 = torch.tensor(3.0).log().item()
 """Logits (LOG3, 0) are probabilities 3/4 and 1/4."""
 
 
-def one_pass(batch: TokenBatch, logits: torch.Tensor, **flags: object) -> tuple[float, torch.Tensor, dict[str, float]]:
+def one_pass(
+    batch: TokenBatch, logits: torch.Tensor, scores: str = "softmax", **flags: object
+) -> tuple[float, torch.Tensor, dict[str, float]]:
     """The loss of a router that sends tokens where its logits say, its gradient, and metrics."""
     losses = BalanceLosses(tiny_config(**MIXTURE | flags), torch.device("cpu"))
     logits = logits.clone().requires_grad_()
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.argmax(1, keepdim=True), True)
-    loss = losses.during(batch, None).loss(1, logits, chosen, torch.distributed.group.WORLD)
+    loss = losses.during(batch, None).loss(1, logits, chosen, torch.distributed.group.WORLD, scores)
     loss.backward()
     return loss.item(), logits.grad, losses.metrics()
 
@@ -66,6 +68,17 @@ def test_by_sequence(one_rank: ParallelGroups, batch: TokenBatch) -> None:
     # and the difference of the shares, 1/2.
     assert gradient[0].tolist() == pytest.approx([0.5 * 3 * 2 / 4 * 3 / 16 / 2, -0.5 * 3 * 2 / 4 * 3 / 16 / 2])
     assert gradient[4:].abs().max() < 1e-7  # balanced, and padding
+
+
+def test_of_sigmoids(one_rank: ParallelGroups, batch: TokenBatch) -> None:
+    """Sigmoids 3/4 and 1/2 are shares of 0.6 and 0.4, whose means in the first are 0.55 and 0.45:
+    2 x (3/4 x 0.55 + 1/4 x 0.45) = 1.05.
+    """
+    loss, gradient, metrics = one_pass(batch, LOGITS, "sigmoid", **SEQUENCES)
+    assert loss == pytest.approx(0.5 * (3 * 1.05 + 1 * 1))
+    assert metrics["actor/load_balancing_loss"] == pytest.approx((3 * 1.05 + 1) / 4)
+    # d share 0 / d logit 0 = 3/4 x 1/4 x 1/2 / (5/4)^2 = 0.06; the rest as above.
+    assert gradient[0, 0].item() == pytest.approx(0.5 * 3 * 2 / 4 * 0.06 / 2)
 
 
 def test_by_micro_batch(one_rank: ParallelGroups, batch: TokenBatch) -> None:
@@ -192,6 +205,28 @@ def test_a_critics_routers_are_weighed_by_its_loss_tokens(one_rank: ParallelGrou
         assert gradients[0][name].abs().max() == 0
         torch.testing.assert_close(gradients[1][name], of_policy[name] - plain[name], rtol=1e-3, atol=1e-6, msg=name)
     assert metrics[1]["critic/load_balancing_loss"] == pytest.approx(other["actor/load_balancing_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+def test_no_update_moves_a_routers_bias(one_rank: ParallelGroups, precision: dict[str, bool]) -> None:
+    """megatron-core would move it by 0.001 for each busy or idle expert; in bf16 it stays fp32."""
+    config = tiny_config(**MIXED | precision)
+    optimization = Optimization(tiny_policy(config), config)
+    routers = [layer.mlp.router for layer in optimization.policy.layers if layer.is_moe_layer]
+    given = torch.linspace(-0.3, 0.3, config.model.num_experts)
+    for router in routers:
+        router.expert_bias.data.copy_(given)
+    before = routers[0].weight.detach().clone()
+    scorer = Scorer(optimization.policy, one_rank, 1.0)
+
+    def loss(logits: torch.Tensor, batch: TokenBatch) -> MicroLoss:
+        return -scorer.select(logits, batch).current_logprobs.sum(), batch.loss_mask.sum(), {}
+
+    update(optimization, [collate(random_samples(3), "cpu")], scorer.forward, loss)
+    assert not torch.equal(routers[0].weight, before)
+    assert len(routers) == 2
+    assert all(router.expert_bias.dtype == torch.float32 for router in routers)
+    assert all(torch.equal(router.expert_bias, given) for router in routers)
 
 
 def test_scoring_is_not_counted(one_rank: ParallelGroups) -> None:
