@@ -48,17 +48,22 @@ def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "recipe"), [("EP2", "int8"), ("TP2 x EP2, ETP1", "none")])
-def test_shared_experts_behind_a_dense_layer(layout: str, recipe: str) -> None:
-    """Sigmoid scores, a bias, groups; the dense layer has no part in the ranks' exchange."""
+@pytest.mark.parametrize(
+    ("shape", "linear"), [("mixed", "layers.2.mlp.shared_experts.linear_fc2"),
+                          ("sinks", "layers.1.mlp.experts.local_experts.0.linear_fc1")],
+)  # fmt: skip
+def test_layers_beyond_routed_experts(shape: str, linear: str, layout: str, recipe: str) -> None:
+    """Shared experts, sigmoid scores, a bias, groups, and a dense layer that has no part in the ranks' exchange; or
+    sinks, windows and biases."""
     world_size, parallel = LAYOUTS[layout]
-    program, given = "tests.distributed.expert_programs:complete", {"shape": "mixed", "recipe": recipe}
+    program, given = "tests.distributed.expert_programs:complete", {"shape": shape, "recipe": recipe}
     (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)
     deals = DEALS if layout == "EP2" else {"all": [0] * 5}
     ranks = run_ranks(program, world_size, parallel=parallel, deals=deals, **given)
     for deal in deals:
         agree([rank[deal] for rank in ranks], one["all"])
         quantised = [name for name, ran, _ in ranks[0][deal]["audit"] if ran.startswith("int8")]
-        assert ("layers.2.mlp.shared_experts.linear_fc2" in quantised) == (recipe == "int8")
+        assert (linear in quantised) == (recipe == "int8")
 
 
 def test_graphs_of_experts_over_ranks(one: dict[str, Any]) -> None:

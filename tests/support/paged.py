@@ -10,6 +10,7 @@ from megatron_rl.arithmetic import FEWEST_KEYS
 from megatron_rl.families import LayerCache
 from megatron_rl.inference.kv_cache import PagedCache
 from megatron_rl.models.attention.backend import CacheKernel, NewTokens
+from megatron_rl.models.attention.plan import prepared_for
 
 
 def naive(
@@ -43,10 +44,12 @@ class FilledPages:
         max_length: int | None = None,
         device: str = "cpu",
         sinks: Sequence[float] = (),
+        window: int | None = None,
         seed: int = 0,
     ) -> None:
         self._random = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.width, self.dtype, self.device = list(lengths), heads, width, dtype, device
+        self._window = window
         self._sinks = (torch.tensor(sinks, dtype=dtype, device=device),) if sinks else ()
         layers, longest = [LayerCache(groups, width, width)], max_length or max(lengths)
         self.cache = PagedCache(layers, len(lengths), longest, block_size, dtype, torch.device(device), stored)
@@ -76,9 +79,10 @@ class FilledPages:
         """The newest token of every sequence: the kernel's answer and the fp64 one, ``[N, heads * D]``."""
         rows = len(self.lengths)
         query = self.random(rows, 1, self.heads, self.width)
-        plan = kernel.prepare_decode(self.cache, self._tensor(self.lengths) - 1, max(*self.lengths, FEWEST_KEYS))
+        batch = self.cache, self._tensor(self.lengths) - 1, max(*self.lengths, FEWEST_KEYS)
+        plan = prepared_for(self._window, kernel.prepare_decode, *batch)
         actual = kernel.decode(query, self.cache, 0, plan, *self._sinks)[:, 0]
-        expected = [naive(query[row, 0].float(), *self.known(row), *self._sinks) for row in range(rows)]
+        expected = [self._naive(query[row, 0], *self.known(row)) for row in range(rows)]
         return actual.double(), torch.stack(expected)
 
     def extended(self, kernel: CacheKernel, starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,15 +98,19 @@ class FilledPages:
             key_length=max(self.lengths),
         )
         query = self.random(sum(counts), 1, self.heads, self.width)
-        actual = kernel.extend(query, self.cache, 0, kernel.prepare_extend(self.cache, new), *self._sinks)[:, 0]
+        plan = prepared_for(self._window, kernel.prepare_extend, self.cache, new)
+        actual = kernel.extend(query, self.cache, 0, plan, *self._sinks)[:, 0]
         expected, token = [], 0
         for slot, (start, end) in zip(slots, spans, strict=True):
             keys, values = self.known(slot)
             for position in range(start, end):
-                seen = keys[: position + 1], values[: position + 1]
-                expected.append(naive(query[token, 0].float(), *seen, *self._sinks))
+                expected.append(self._naive(query[token, 0], keys[: position + 1], values[: position + 1]))
                 token += 1
         return actual.double(), torch.stack(expected)
+
+    def _naive(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        seen = slice(None if self._window is None else -self._window, None)
+        return naive(query.float(), keys[seen], values[seen], *self._sinks)
 
     def _poison(self) -> None:
         nan = 0x7F if self.cache.format.storage == torch.uint8 else float("nan")

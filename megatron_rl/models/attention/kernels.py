@@ -24,6 +24,16 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.models.attention.tiles import (
+    SMALLEST_TILE,
+    add_block,
+    as_floats,
+    block_of,
+    first_key,
+    padded_width,
+    read_block,
+)
+
 MOST_SPLITS = 64
 SHORTEST_SPLIT = 256
 """Keys; below it, adding up the parts costs more than it saves."""
@@ -39,9 +49,6 @@ STAGES = 3
 TILE = 64
 """Rows a program: new tokens times the query heads of a group, which read the same keys."""
 LOG2_E = 1.4426950408889634
-SMALLEST_TILE = 16
-"""`tl.dot` takes no smaller one."""
-_LARGEST_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -58,17 +65,19 @@ class Splits:
     """Keys a split."""
     most: int
     """Splits of the longest sequence."""
+    window: int | None = None
+    """Keys that a row attends to at most, its newest."""
 
 
-def find_splits(positions: torch.Tensor, longest: int) -> Splits:
+def find_splits(positions: torch.Tensor, longest: int, window: int | None = None) -> Splits:
     """For rows at ``positions`` [N] int64 in a cache of sequences of up to ``longest`` tokens; one kernel."""
     rows = positions.shape[0]
     length = max(SHORTEST_SPLIT, -(-longest // (MOST_SPLITS * _BLOCK)) * _BLOCK)  # a multiple of every block
     most = -(-longest // length)
     items = torch.empty(rows * most, dtype=torch.int32, device=positions.device)
     count = torch.empty(1, dtype=torch.int32, device=positions.device)
-    find_kernel[(1,)](positions, items, count, rows, SPLIT=length, SPLITS=most, BLOCK=_ROWS)
-    return Splits(positions, items, count, length, most)
+    find_kernel[(1,)](positions, items, count, rows, SPLIT=length, SPLITS=most, BLOCK=_ROWS, WINDOW=window)
+    return Splits(positions, items, count, length, most, window)
 
 
 def decode(
@@ -102,11 +111,13 @@ def decode(
         SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length, SPLIT=splits.length, SPLITS=most,
         PAGES=triton.next_power_of_2(pages_reached),
         BLOCK_Q=max(SMALLEST_TILE, triton.next_power_of_2(share)), BLOCK_K=block_of(page_length), BLOCK_D=block_d,
+        WINDOW=splits.window,
         num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     sum_kernel[(rows, heads)](
         parts, figures[0], figures[1], splits.positions, sinks, out, LOG2_E,
-        WIDTH=width, SPLIT=splits.length, SPLITS=most, BLOCK_S=_SUMMED, BLOCK_D=block_d, num_warps=2,
+        WIDTH=width, SPLIT=splits.length, SPLITS=most, BLOCK_S=_SUMMED, BLOCK_D=block_d, WINDOW=splits.window,
+        num_warps=2,
     )  # fmt: skip
     return out
 
@@ -122,16 +133,20 @@ def _programs(device: torch.device) -> int:
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
-def find_kernel(positions, items, count, rows, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def find_kernel(
+    positions, items, count, rows,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """One program: the items of the rows, one row after the other, BLOCK rows at once."""
     found = 0
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         length = tl.load(positions + row, mask=row < rows, other=-1).to(tl.int32) + 1
-        number = (length + SPLIT - 1) // SPLIT
-        first = found + tl.cumsum(number, 0) - number
+        end, skipped = (length + SPLIT - 1) // SPLIT, first_key(length, WINDOW) // SPLIT
+        number = end - skipped
+        first = found + tl.cumsum(number, 0) - end
         for split in range(SPLITS):
-            tl.store(items + first + split, row * SPLITS + split, mask=split < number)
+            tl.store(items + first + split, row * SPLITS + split, mask=(split >= skipped) & (split < end))
         found += tl.sum(number, 0)
     tl.store(count, found)
 
@@ -145,6 +160,7 @@ def splits_kernel(
     scale, table_stride,
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     SPLITS: tl.constexpr, PAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Every program of a group takes every so-manieth item; the query heads of a group are the rows of its tile."""
     group = tl.program_id(1)
@@ -156,7 +172,7 @@ def splits_kernel(
         item = tl.load(items + at)
         row, split = item // SPLITS, item % SPLITS
         length = tl.load(positions + row).to(tl.int32) + 1
-        begin = split * SPLIT
+        begin, seen = split * SPLIT, first_key(length, WINDOW)
         head = row.to(tl.int64) * GROUPS * SHARE + group * SHARE + member
         q = tl.load(query + head[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
         largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -167,14 +183,16 @@ def splits_kernel(
         first_page = begin // PAGE
         known = (first_page + nth) * PAGE < length
         pages = tl.load(table + row * table_stride + first_page + nth, mask=known, other=0)
-        for start in range(begin, tl.minimum(begin + SPLIT, length), BLOCK_K):
+        for start in range(tl.maximum(begin, seen // BLOCK_K * BLOCK_K), tl.minimum(begin + SPLIT, length), BLOCK_K):
             page = tl.sum(tl.where(nth == start // PAGE - first_page, pages, 0), 0)
             inside = start + tl.arange(0, BLOCK_K) < length
+            if WINDOW is not None:
+                inside &= start + tl.arange(0, BLOCK_K) >= seen
             key = read_block(keys, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
             value = read_block(
                 values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
             )
-            largest, total, mixed = add_block(q, key, value, inside[None, :], scale, largest, total, mixed)
+            largest, total, mixed = add_block(q, key, value, inside[None, :], scale, largest, total, mixed, False)
         if value_scales is not None:
             mixed *= tl.load(value_scales + group)
         place = head * SPLITS + split
@@ -187,6 +205,7 @@ def splits_kernel(
 def sum_kernel(
     parts, maxima, sums, positions, sinks, out, log2_e,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A program is (row, head)."""
     row = tl.program_id(0)
@@ -197,7 +216,7 @@ def sum_kernel(
     if sinks is not None:
         largest, total = tl.load(sinks + tl.program_id(1)).to(tl.float32) * log2_e, 1.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, (length + SPLIT - 1) // SPLIT, BLOCK_S):
+    for first in range(first_key(length, WINDOW) // SPLIT, (length + SPLIT - 1) // SPLIT, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         used = split * SPLIT < length
         place = head * SPLITS + split
@@ -227,6 +246,7 @@ def extend(
     longest: int,
     scales: Sequence[torch.Tensor] = (),
     sinks: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """``query`` [T, 1, heads, D] of S sequences laid end to end -> [T, 1, heads * D].
 
@@ -242,7 +262,7 @@ def extend(
         query, as_floats(keys, key_scales), as_floats(values, value_scales), table, cu_seqlens, first_positions,
         key_scales, value_scales, sinks, out, width**-0.5 * LOG2_E, LOG2_E, table.stride(0),
         SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length,
-        BLOCK_Q=TILE, BLOCK_K=block_of(page_length), BLOCK_D=block_d,
+        BLOCK_Q=TILE, BLOCK_K=block_of(page_length), BLOCK_D=block_d, WINDOW=window,
         num_warps=warps_for(block_d), num_stages=STAGES,
     )  # fmt: skip
     return out
@@ -256,7 +276,7 @@ def extend_kernel(
     query, keys, values, table, cu_seqlens, first_positions, key_scales, value_scales, sinks, out,
     scale, log2_e, table_stride,
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A program is (sequence, group, tile); a tile's rows are new tokens, each with all query heads of the group."""
     sequence, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -278,8 +298,9 @@ def extend_kernel(
             largest, total = tl.load(sinks + group * SHARE + member).to(tl.float32) * log2_e, total + 1.0
         mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         key_length = first + tl.minimum(count, ((tile + 1) * BLOCK_Q + SHARE - 1) // SHARE)
-        page = tl.load(table + sequence * table_stride)
-        for start in range(0, key_length, BLOCK_K):
+        begin = first_key(first + tile * BLOCK_Q // SHARE + 1, WINDOW) // BLOCK_K * BLOCK_K
+        page = tl.load(table + sequence * table_stride + begin // PAGE)
+        for start in range(begin, key_length, BLOCK_K):
             position = start + tl.arange(0, BLOCK_K)
             inside = position < key_length
             key = read_block(keys, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
@@ -289,62 +310,11 @@ def extend_kernel(
             # A step ahead: a load that waits for the load of its address is not overlapped.
             page = tl.load(table + sequence * table_stride + tl.minimum(start + BLOCK_K, key_length - 1) // PAGE)
             visible = position[None, :] <= (first + token)[:, None]
-            largest, total, mixed = add_block(q, key, value, visible, scale, largest, total, mixed)
+            if WINDOW is not None:
+                visible &= position[None, :] > (first + token - WINDOW)[:, None]
+            largest, total, mixed = add_block(
+                q, key, value, visible, scale, largest, total, mixed, WINDOW is not None
+            )
         if value_scales is not None:
             mixed *= tl.load(value_scales + group)
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
-
-
-def block_of(page_length: int) -> int:
-    """Keys a block: the largest power of two that divides a page, at most 64. ValueError below 16."""
-    block = min(page_length & -page_length, _LARGEST_BLOCK)
-    if block < SMALLEST_TILE:
-        raise ValueError(f"pages of {page_length} tokens are not a multiple of {SMALLEST_TILE}")
-    return block
-
-
-def padded_width(width: int) -> int:
-    """A head's width as a power of two."""
-    return max(SMALLEST_TILE, triton.next_power_of_2(width))
-
-
-def as_floats(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Codes lie in uint8 tensors; with scales they are E4M3."""
-    return codes if scales is None else codes.view(torch.float8_e4m3fn)
-
-
-@triton.jit
-def read_block(
-    cache, page, first, group, inside, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Keys or values ``first .. first + BLOCK_K - 1`` of a page as ``[BLOCK_K, BLOCK_D]`` of ``dtype``.
-
-    Zeros where ``inside`` [BLOCK_K] is false: what another sequence left there may be NaN. The mask is the load's
-    own, because a ``tl.where`` behind it would send the block through registers and shared memory once more.
-    """
-    column = tl.arange(0, BLOCK_D)
-    # One 64-bit address a block: what is added to it is known when the kernel is compiled.
-    block = cache + ((page.to(tl.int64) * PAGE + first) * GROUPS + group) * WIDTH
-    place = block + (tl.arange(0, BLOCK_K) * (GROUPS * WIDTH))[:, None] + column[None, :]
-    if WIDTH == BLOCK_D:
-        numbers = tl.load(place, mask=inside[:, None], other=0.0)
-    else:
-        numbers = tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
-    return numbers.to(dtype)
-
-
-@triton.jit
-def add_block(query, key, value, visible, scale, largest, total, mixed):
-    """One step of the running softmax, in fp32 and to the base 2.
-
-    ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K]; every query sees a key of its first block.
-    """
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(largest, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
-    shrink = tl.exp2(largest - higher)
-    total = total * shrink + tl.sum(weights, 1)
-    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    return higher, total, mixed

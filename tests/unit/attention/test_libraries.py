@@ -94,7 +94,11 @@ def test_windows(backend: Backend, window: int) -> None:
     assert fault_of_packed(replace(backend.packed, attend=_forgets_the_window(backend)), needed, 4, 2, cpu)
 
 
-def test_a_backend_without_windows_is_refused_by_name_and_passed_over() -> None:
+def test_a_backend_without_windows_is_refused_by_name_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = BACKENDS.get("triton_paged")
+    assert choose("auto", HOPPER, replace(BF16, window=512, sinks=True)).cache_name == "triton_paged"
+    without = replace(own, cache=replace(own.cache, windows=False))
+    monkeypatch.setattr("megatron_rl.models.attention.backends.triton_paged.BACKEND", without)
     with pytest.raises(ConfigError, match="triton_paged has no sliding windows"):
         choose("triton_paged", HOPPER, replace(BF16, window=512))
     assert choose("auto", HOPPER, BF16).cache_name == "triton_paged"

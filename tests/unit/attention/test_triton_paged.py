@@ -77,6 +77,18 @@ class KernelChecks:
     def test_sinks(self, dtype, lengths):
         self.check(self.pages(lengths, block_size=64, dtype=dtype, sinks=[-3.0, 0.0, 2.0, 5.0]))
 
+    @pytest.mark.parametrize("sinks", [[], [-3.0, 0.0, 2.0, 5.0]], ids=["plain", "sinks"])
+    @pytest.mark.parametrize("window", [1, 70, 256, 2000])
+    def test_windows(self, window, sinks):
+        pages = self.pages([1, 300, 17, 700], block_size=64, window=window, sinks=sinks, max_length=1300)
+        self.check(pages, starts=[0, 210, 0, 690])
+
+    def test_windows_of_a_tile_of_many_tokens_and_of_late_splits(self):
+        """Some tokens of a tile see nothing of its first blocks; 17 splits lie before the window."""
+        self.check(self.pages([200, 3], window=5, block_size=16), starts=[1, 0])
+        pages = self.pages([4700, 3], window=300, block_size=64, heads=2, groups=1)
+        torch.testing.assert_close(*pages.decoded(self.kernel), **self.fp32)
+
     def test_more_splits_than_are_added_up_at_once(self):
         pages = self.pages([4700, 3], block_size=64, heads=2, groups=1)
         torch.testing.assert_close(*pages.decoded(self.kernel), **self.fp32)
@@ -89,6 +101,14 @@ class KernelChecks:
         assert (found.length, found.most) == (256, 5)
         assert found.count.item() == 1 + 1 + 2 + 5
         assert found.items[:9].tolist() == [0, 5, 10, 11, 15, 16, 17, 18, 19]
+
+    def test_the_splits_that_a_window_reaches(self):
+        """Of 200 keys: the row at 1279 sees keys 1080 to 1279, of split 4 alone; the one at 300 those of two."""
+        from megatron_rl.models.attention.kernels import find_splits
+
+        found = find_splits(torch.tensor([255, 0, 300, 1279], device=self.device), 1280, window=200)
+        assert found.count.item() == 5
+        assert found.items[:5].tolist() == [0, 5, 10, 11, 19]
 
     def test_the_splits_of_many_rows(self):
         from megatron_rl.models.attention.kernels import find_splits

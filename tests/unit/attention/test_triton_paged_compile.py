@@ -47,7 +47,10 @@ def without_scales(codes: bool) -> dict[str, None]:
     return {} if codes else dict.fromkeys(("key_scales", "value_scales"))
 
 
-SINKS = pytest.mark.parametrize("sinks", [{"sinks": None}, {}], ids=["", "sinks"])
+SINKS = pytest.mark.parametrize(
+    "sinks", [{"sinks": None, "WINDOW": None}, {"WINDOW": 128}], ids=["", "sinks and windows"]
+)
+WINDOWS = pytest.mark.parametrize("window", [{"WINDOW": None}, {"WINDOW": 128}], ids=["", "windows"])
 
 
 def in_flight(made: Compiled) -> int:
@@ -56,11 +59,12 @@ def in_flight(made: Compiled) -> int:
 
 
 @MODELS
-def test_decode(share, groups, width, codes):
+@WINDOWS
+def test_decode(share, groups, width, codes, window):
     from megatron_rl.models.attention.kernels import PROGRAMS_PER_PROCESSOR, STAGES, splits_kernel
 
     constants = SHAPE | {"SHARE": share, "GROUPS": groups, "WIDTH": width, "BLOCK_D": width}
-    constants |= {"SPLIT": 256, "SPLITS": 64, "PAGES": 4, "BLOCK_Q": 16} | without_scales(codes)
+    constants |= {"SPLIT": 256, "SPLITS": 64, "PAGES": 4, "BLOCK_Q": 16} | without_scales(codes) | window
     made = compile_for_hopper(splits_kernel, pointers(codes), constants, num_warps=4, num_stages=STAGES)
     assert ".bf16.bf16.f32" in made.ptx
     assert in_flight(made) == 2, "the next block's keys and values"
@@ -79,10 +83,11 @@ def test_sum(sinks):
     assert made.resources.spilled == 0
 
 
-def test_find():
+@WINDOWS
+def test_find(window):
     from megatron_rl.models.attention.kernels import find_kernel
 
-    made = compile_for_hopper(find_kernel, pointers(False), {"SPLIT": 256, "SPLITS": 64, "BLOCK": 256})
+    made = compile_for_hopper(find_kernel, pointers(False), {"SPLIT": 256, "SPLITS": 64, "BLOCK": 256} | window)
     assert made.resources.spilled == 0
 
 

@@ -20,10 +20,10 @@ WIDEST_FP32_HEAD = 64
 _FP8_CAPABILITY = (8, 9)
 
 
-def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Splits:
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> Splits:
     from megatron_rl.models.attention.kernels import find_splits
 
-    return find_splits(positions, cache.table.shape[1] * cache.block_size)
+    return find_splits(positions, cache.table.shape[1] * cache.block_size, window)
 
 
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits, *sinks: torch.Tensor) -> torch.Tensor:
@@ -33,18 +33,20 @@ def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits, *sink
     return decode(query, *stored, plan, cache.format.scales(layer), *sinks)
 
 
-def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """As `kernels.extend` takes them: table, borders, first positions, and the most new tokens of a sequence."""
+def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> tuple[Sequence[Any], int | None]:
+    """As `kernels.extend` takes them: table, borders, first positions, most new tokens of a sequence; the window."""
     first = new.position_ids.index_select(0, new.cu_seqlens[:-1].long())
-    return cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)
+    return (cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)), window
 
 
 def _extend(
-    query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any], *sinks: torch.Tensor
+    query: torch.Tensor, cache: KVCache, layer: int, plan: tuple[Sequence[Any], int | None], *sinks: torch.Tensor
 ) -> torch.Tensor:
     from megatron_rl.models.attention.kernels import extend
 
-    return extend(query, cache.keys[layer], cache.values[layer], *plan, cache.format.scales(layer), *sinks)
+    batch, window = plan
+    stored = cache.keys[layer], cache.values[layer]
+    return extend(query, *stored, *batch, cache.format.scales(layer), *sinks, window=window)
 
 
 def _problem(device: DeviceFacts) -> str | None:
@@ -70,7 +72,7 @@ BACKEND = Backend(
     packed=None,
     cache=CacheKernel(
         "blocks", _prepare_decode, _decode, _prepare_extend, _extend, block_multiple=16, needs_key_length=False,
-        unfit=_unfit, sinks=True,
+        unfit=_unfit, windows=True, sinks=True,
     ),
     cache_rank=3,
 )
