@@ -77,6 +77,7 @@ setup(
             "gguf>=0.17,<0.20",
             "llguidance>=1.3,<2",
             "openai>=2.0,<3",
+            "peft>=0.18,<0.22",
             "verifiers>=0.4,<0.5",
         ],
     },

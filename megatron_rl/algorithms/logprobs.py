@@ -159,17 +159,21 @@ class _TargetLogprobs(torch.autograd.Function):
             _logits_gradient(output, known, grad_logprobs, grad_entropies, ctx.shard, out)
             return out, None, None, None, None, None
         grad_output = torch.empty_like(output)
-        # fp32: a sum of many products rounded to bf16 each time drifts.
-        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        # fp32: a sum of many products rounded to bf16 each time drifts. A frozen weight has none.
+        exact, grad_weight = torch.promote_types(weight.dtype, torch.float32), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=exact)
         for rows, logits in _products(output, weight):
             own = tuple(None if values is None else values[rows] for values in (*known, grad_entropies))
             grad = _logits_gradient(logits, own[:-1], grad_logprobs[rows], own[-1], ctx.shard, out=logits)
             torch.mm(grad, weight, out=grad_output[rows])
+            if grad_weight is None:
+                continue
             if grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.t(), output[rows])
             else:
                 grad_weight += grad.t() @ output[rows]
-        return grad_output, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_output, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def runs_kernels(logits: Tensor) -> bool:

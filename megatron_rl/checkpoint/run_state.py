@@ -41,6 +41,7 @@ _COUNTED_WITH = {
     },
 }
 _FOREIGN = "Megatron-LM's"
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ def flags_of(config: RLConfig) -> dict[str, Any]:
     """Besides the architecture, what a run that starts from the weights need not be told."""
     model, tokenizer = config.model, config.tokenizer
     found = {"norm_epsilon": model.norm_epsilon, "tokenizer_model": lasting(tokenizer.tokenizer_model)}
+    if config.lora.lora_rank is not None:
+        found |= {name: getattr(config.lora, name) for name in _OF_ADAPTERS}
     if tokenizer.vocab_size is not None:
         found["vocab_size"] = tokenizer.vocab_size
     if model.max_position_embeddings > config.training.seq_length:  # else it may be no more than the flag's default
@@ -257,6 +260,7 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
     """
     state = read_run_state(directory)
     problems = differences(directory, state, config.architecture(), "this run has") if config.model.is_complete else []
+    problems += adapter_problems(config, directory, state)
     if is_foreign(directory) and config.model.is_complete:
         problems = [*unbuilt(directory), *problems]
         if not problems:  # flags agree, or it has none: names and shapes decide
@@ -268,6 +272,34 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
             f"--tokenizer-model has {vocab_size}; use the tokenizer it was trained with"
         )
     return problems
+
+
+def has_adapters(state: RunState) -> bool:
+    """Whether the checkpoint has adapters, and no other weights of the policy."""
+    return "lora_rank" in state.model.flags
+
+
+def adapter_problems(config: RLConfig, directory: Path, state: RunState) -> list[str]:
+    """Why adapters of the checkpoint, if it has some, are not those of the flags."""
+    saved, what = state.model.flags, f"checkpoint {str(directory)!r}"
+    if not has_adapters(state):
+        return []
+    if config.lora.lora_rank is None:
+        return [
+            f"{what} has adapters (--lora-rank {saved['lora_rank']}) and no other weights; add the --lora flags it was "
+            "trained with, or make a whole model of it with megatron-rl export --merge"
+        ]
+    own = {name: getattr(config.lora, name) for name in _OF_ADAPTERS}
+    return [
+        f"{what} has adapters of --{name.replace('_', '-')} {_in_words(saved[name])}, this run has "
+        f"{_in_words(value)}; use the same"
+        for name, value in own.items()
+        if _in_words(saved[name]) != _in_words(value)
+    ]
+
+
+def _in_words(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list | tuple) else f"{value:g}"
 
 
 def mode_of(config: RLConfig) -> str:
@@ -290,6 +322,11 @@ def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
             f"checkpoint {str(directory)!r} is of a run in mode {state.mode}, which cannot go on in mode "
             f"{mode_of(config)}; to begin with its weights write --pretrained-checkpoint {directory} in place of "
             f"{' and '.join(starts)}, with another --run-dir; to go on with it {switch} --perform-rl-step"
+        )
+    if config.lora.lora_rank is not None and not has_adapters(state):
+        problems.append(
+            f"checkpoint {str(directory)!r} is of a run that trained all weights, which cannot go on with --lora-rank "
+            f"{config.lora.lora_rank}; leave it out, or begin a new run with --pretrained-checkpoint {directory}"
         )
     if config.wants_critic and state.critic_has_optimizer is None:
         problems.append(

@@ -25,6 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoint.adapters import is_adapted, sharded_adapters, take_adapters
 from megatron_rl.checkpoint.dist_files import OF_CRITIC
 from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, topology_of
 from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room, moments_in_fp32
@@ -87,8 +88,11 @@ def load(
 
 
 def _take(state: dict[str, Any], policy: PolicyModel, optimization: Optimization | None) -> None:
-    for name, gpt in named_chunks(policy).items():
-        gpt.load_state_dict(state[name])
+    if is_adapted(policy):
+        take_adapters(policy, state["model"])
+    else:
+        for name, gpt in named_chunks(policy).items():
+            gpt.load_state_dict(state[name])
     if optimization is not None:
         load_state(optimization, by_part(state["optimizer"], optimization))
 
@@ -105,11 +109,13 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
     """What this rank has, in megatron's words for which part of the whole model it is; collective."""
     metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
     # Names in the files are those of the whole model: that of a chunk keeps chunks apart in memory alone.
-    state: dict[str, Any] = {
-        name: gpt.sharded_state_dict(metadata=metadata) for name, gpt in named_chunks(policy).items()
-    }
+    state: dict[str, Any] = (
+        {"model": sharded_adapters(policy)}
+        if is_adapted(policy)
+        else {name: gpt.sharded_state_dict(metadata=metadata) for name, gpt in named_chunks(policy).items()}
+    )
     if optimization is not None:
-        models = state["model"] if len(policy.chunks) == 1 else dict(state)
+        models = state["model"] if len(state) == 1 else dict(state)
         with parameters_where_they_lie(optimization.optimizer), moments_in_fp32(optimization):
             state["optimizer"] = optimization.optimizer.sharded_state_dict(
                 models, is_loading=loading, metadata=metadata
@@ -160,18 +166,20 @@ def _quiet() -> Iterator[None]:
 
 
 def fingerprints(policy: PolicyModel, groups: ParallelGroups) -> dict[str, str]:
-    """Fingerprints of the model's weights by number format; collective in a model copy.
+    """Fingerprints of the model's weights by number format, adapters left out; collective in a model copy.
 
     A run in bf16 knows that of bf16 alone, one in fp32 both: so the two can be compared.
     """
     formats = {policy.dtype, torch.bfloat16}
     return {
-        str(dtype).removeprefix("torch."): f"{weights_fingerprint(policy, groups, dtype):016x}"
+        str(dtype).removeprefix("torch."): f"{weights_fingerprint(policy, groups, dtype, with_adapters=False):016x}"
         for dtype in sorted(formats, key=str)
     }
 
 
-def weights_fingerprint(policy: PolicyModel, groups: ParallelGroups, dtype: torch.dtype | None = None) -> int:
+def weights_fingerprint(
+    policy: PolicyModel, groups: ParallelGroups, dtype: torch.dtype | None = None, with_adapters: bool = True
+) -> int:
     """A sum of all weights' bit patterns, modulo 2^64: another update gives another number.
 
     The same in every parallel layout, however the vocabulary is padded and the norms are called. Collective in a model
@@ -183,6 +191,8 @@ def weights_fingerprint(policy: PolicyModel, groups: ParallelGroups, dtype: torc
     over_the_vocabulary = {one.name for one in policy.layout.parameters if one.is_over_the_vocabulary}
 
     def share(name: str, values: torch.Tensor) -> torch.Tensor:
+        if not with_adapters and ".adapter." in name:
+            return torch.zeros([], dtype=torch.int64, device=values.device)
         if name in over_the_vocabulary:
             values = values[: max(0, policy.vocab_size - groups.tensor_group.rank() * len(values))]
         values = values.to(dtype or values.dtype)

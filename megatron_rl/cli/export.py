@@ -1,6 +1,7 @@
 """megatron-rl export: writes what a checkpoint of a run holds as a Hugging Face directory.
 
     megatron-rl export --input-dir RUN_DIR/checkpoints --output-dir NEW_HF_DIR
+    megatron-rl export --input-dir RUN_DIR/checkpoints --output-dir NEW_DIR --format peft     of a LoRA run
 
 The output appears under its name only once it is complete. One process, no GPU, and no model is built.
 """
@@ -11,7 +12,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.user_files import named_path
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = _parser().parse_args(argv)
     try:
-        _convert(options.input_dir, options.output_dir, options.origin_hf_dir, options.dtype)
+        _convert(options)
     except ConfigError as error:
         sys.stderr.writelines(f"{line}\n" for line in error.lines)
         return 2
@@ -45,14 +45,32 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"),
         help="of the weights; without it that of the origin's config.json, with experts in MXFP4 if it has them so",
     )  # fmt: skip
+    parser.add_argument(
+        "--format", choices=("hf", "peft"), default="hf", help="hf: a whole model; peft: adapters of a LoRA run"
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="of a LoRA run: a whole model, base and adapters added in fp32 and rounded"
+    )
     return parser
 
 
-def _convert(source: Path, target: Path, origin: Path | None, dtype: str | None) -> None:
+def _convert(options: argparse.Namespace) -> None:
     import torch
 
+    from megatron_rl.checkpoint.hf.peft import adapters_of_checkpoint, export_merged, export_peft
     from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
     from megatron_rl.families import read_model
 
+    source, target, origin = options.input_dir, options.output_dir, options.origin_hf_dir
     model = origin_of(source, "--origin-hf-dir") if origin is None else read_model(origin)
-    export_checkpoint(source, model, target, None if dtype is None else getattr(torch, dtype))
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    if options.format == "peft" and (options.merge or dtype):
+        raise ConfigError(["--format peft takes neither --merge nor --dtype: adapters stay as they are"])
+    if options.format == "peft":
+        export_peft(source, model, target)
+    elif options.merge:
+        export_merged(source, model, target, dtype)
+    elif adapters_of_checkpoint(source, contents=False)[2] is not None:
+        raise ConfigError([f"{source} is of a LoRA run: add --merge for a whole model, or --format peft"])
+    else:
+        export_checkpoint(source, model, target, dtype)

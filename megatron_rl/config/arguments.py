@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.flags import Flag
-from megatron_rl.config.model_directory import read_model_directory
+from megatron_rl.config.model_directory import read_adapter_directory, read_model_directory
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
 from megatron_rl.config.rules import validate
 from megatron_rl.errors import MAX_VALUE, Problem, cut, one_line, shorten
@@ -98,6 +98,7 @@ def read_flags(argv: Sequence[str]) -> Reading:
     reading.repeated = tuple(_repeated(typed))
     reading.file_is_lost |= "--config" in reading.failed
     read_model_directory(reading)
+    read_adapter_directory(reading)
     return reading
 
 

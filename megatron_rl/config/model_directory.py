@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import Problem, collecting
 from megatron_rl.families import read_model
+from megatron_rl.families.peft import settings_of
 from megatron_rl.user_files import read_json
 
 if TYPE_CHECKING:
@@ -63,13 +64,24 @@ def read_model_directory(reading: Reading) -> None:
     reading.problems += problems
 
 
+def read_adapter_directory(reading: Reading) -> None:
+    """Add rank, alpha and targets of `--load-lora`, and problems where the flags say something else."""
+    directory = reading.values.get("load_lora")
+    if directory is not None:
+        with collecting(reading.problems, "--load-lora"):
+            settings = settings_of(directory)
+            _derive(reading, settings)
+            reading.problems += _contradictions(reading.values, settings, directory)
+
+
 def _derive(reading: Reading, settings: Mapping[str, Any]) -> None:
     reading.derived |= {name: value for name, value in settings.items() if name not in reading.values}
 
 
 def _read_checkpoint(reading: Reading, saved: SavedModel) -> Iterator[Problem]:
     _derive(reading, saved.architecture | saved.flags | _WITH_GROUPS)
-    yield from _contradictions(reading.values, saved.flags, str(saved.file))
+    compared = {name: value for name, value in saved.flags.items() if not name.startswith("lora_")}
+    yield from _contradictions(reading.values, compared, str(saved.file))  # adapters where the checkpoint is looked at
     tokenizer = reading.derived.get("tokenizer_model", "")
     if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
         del reading.derived["tokenizer_model"]
@@ -102,9 +114,11 @@ def saved_model(path: str) -> SavedModel | None:
                 try:
                     values = read_json(file)
                     if values.get("flags"):
-                        return SavedModel(
-                            file, dict(values["architecture"]), dict(values["flags"]), int(values["seed"])
-                        )
+                        flags = {
+                            name: tuple(value) if isinstance(value, list) else value
+                            for name, value in values["flags"].items()
+                        }
+                        return SavedModel(file, dict(values["architecture"]), flags, int(values["seed"]))
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # whoever loads it tells what is wrong
     return None

@@ -16,6 +16,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
 from megatron_rl.config.compatibility import CompatibilityConfig
 from megatron_rl.config.experts import ExpertConfig
 from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.model import LayerConfig, ModelConfig, TokenizerConfig
 from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
@@ -47,6 +48,7 @@ class RLConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

@@ -17,6 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.blocks import EMBEDDING
 from megatron_rl.families.layout import own_name
+from megatron_rl.models.adapters import adapters_in
 from megatron_rl.models.blocks.experts import GroupedExperts
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import counted_over_ranks
@@ -35,11 +36,15 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn
         for given, parameter in _singly(gpt):
             name = _global_name(gpt, given)
             yield (EMBEDDING if is_copy and name == "output_layer.weight" else name), parameter
+        for adapter in adapters_in(gpt):
+            yield from ((described.name, parameter) for described, parameter in adapter.named())
 
 
 def _singly(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """``named_parameters``; of stacked experts views of each."""
+    """``named_parameters`` without those of adapters; of stacked experts views of each."""
     for name, parameter in gpt.named_parameters():
+        if ".adapter." in name:
+            continue
         owner, _, last = name.rpartition(".linear_")
         experts = gpt.get_submodule(owner) if last else None
         if not isinstance(experts, GroupedExperts):
@@ -123,7 +128,7 @@ def draw_parameters(
             whole = torch.zeros(held[name].shape, device=device)
             # With padding among what is drawn, the numbers would depend on the tensor-parallel size.
             rows = layout.architecture.vocab_size if held[name].is_over_the_vocabulary else len(whole)
-            generator = torch.Generator(device).manual_seed(_seed(seed, name))
+            generator = torch.Generator(device).manual_seed(seed_of(seed, name))
             whole[:rows].normal_(std=_spread(held[name], model), generator=generator)
             parameter.copy_(part_of(whole, held[name], part(held[name])))
 
@@ -137,7 +142,8 @@ def part_of(whole: torch.Tensor, parameter: Parameter, rank: int) -> torch.Tenso
     return torch.cat([block.chunk(parameter.ranks, dimension)[rank] for block in blocks], dimension)
 
 
-def _seed(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of the random numbers that the parameter ``name`` begins with."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest())
 
 

@@ -32,6 +32,8 @@ class ExpertGroups:
     """Ranks that share each of their experts, as those of `ParallelGroups.tensor_group` share the other linears."""
     whole: dist.ProcessGroup
     """Ranks that hold the experts of all layers once (expert, expert tensor and pipeline parallel)."""
+    data: dist.ProcessGroup
+    """Ranks that hold the same experts, or the same parts of them."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def current_groups() -> ParallelGroups:
         parallel=parallel_state.get_expert_model_parallel_group(),
         tensor=parallel_state.get_expert_tensor_parallel_group(),
         whole=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+        data=parallel_state.get_expert_data_parallel_group(),
     )
     return ParallelGroups(
         tensor_group=parallel_state.get_tensor_model_parallel_group(),

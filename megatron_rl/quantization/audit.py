@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.quantization.copies import LinearKind, QuantizedMatrix, StackedLinear
+from megatron_rl.quantization.copies import LinearKind, QuantizedMatrix, StackedLinear, weight_of
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 
 AUDITED_TOKENS = 64
@@ -167,9 +167,10 @@ def _weights(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     of_stacks: dict[StackedLinear, Iterator[torch.Tensor]] = {}
     for module in modules:
         if isinstance(module, StackedLinear):
-            yield next(of_stacks.setdefault(module, iter(module.weight)))
+            experts = (weight_of(module, expert) for expert in range(len(module.weight)))
+            yield next(of_stacks.setdefault(module, experts))
         else:
-            yield module.weight
+            yield weight_of(module)
 
 
 def _twin(layer: QuantizedMatrix, inputs: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,12 @@ class StackedLinear(torch.nn.Module):
         return self.bias[torch.searchsorted(ends, each, right=True).clamp_max(len(ends) - 1)]
 
 
+def weight_of(module: torch.nn.Module, expert: int | None = None) -> torch.Tensor:
+    """What a linear, or an ``expert`` of a stack, multiplies by, [N, K]: its weight, and what an adapter adds to it."""
+    weight, adapter = module.weight if expert is None else module.weight[expert], getattr(module, "adapter", None)
+    return weight if adapter is None else adapter.merged(weight, expert)
+
+
 @dataclass(eq=False)
 class QuantizedMatrix:
     """A weight that is quantised by itself: a linear's, or one expert's in a stack."""
@@ -115,8 +121,8 @@ class QuantizedMatrix:
 
     @property
     def parameter(self) -> torch.Tensor:
-        """[N, K] that the copy is of."""
-        return self.module.weight if self.expert is None else self.module.weight[self.expert]
+        """[N, K] that the copy is of: with its adapter in fp32, see `weight_of`."""
+        return weight_of(self.module, self.expert)
 
 
 class _InPlaceOfForward:
@@ -163,10 +169,14 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         del weight, runtime_gather_output  # only the output layer is given them, and it is not quantised
         self.calls += 1
         if isinstance(input_, PackedActivations):
-            product = self.recipe.multiply(input_, self.weight)
+            product = self._summed(self.recipe.multiply(input_, self.weight))
         else:
-            product = self._product(self._gathered(self.kind.normed(self.module, input_)))
-        product, bias = self._summed(product), self.kind.added_bias(self.module)
+            x = self.kind.normed(self.module, input_)
+            product = self._summed(self._product(self._gathered(x)))
+            if hasattr(self.module, "adapter") and torch.is_grad_enabled():
+                seen = self.recipe.round_trip(x.detach(), self.weight)
+                product = product + self.module.adapter.straight_through(seen, self.module.sequence_parallel)
+        bias = self.kind.added_bias(self.module)
         return product if bias is None else product + bias, self.module.bias if self.kind.returns_bias else None
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,7 +233,12 @@ class QuantizedStack(_InPlaceOfForward):
             return self.recipe.grouped_matmul(tokens, self.weight, ends)
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         parts = zip(tokens.split(sizes), self.module.weight.unbind(), self.experts, strict=True)
-        return torch.cat([StraightThrough.apply(*part) for part in parts])
+        product = torch.cat([StraightThrough.apply(*part) for part in parts])
+        if hasattr(self.module, "adapter"):
+            own = zip(tokens.detach().split(sizes), self.experts, strict=True)
+            seen = torch.cat([expert.recipe.round_trip(part, expert.weight) for part, expert in own])
+            product = product + self.module.adapter.straight_through(seen, ends)
+        return product
 
 
 def _shared(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -231,7 +246,7 @@ def _shared(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _wants_gradients(x: torch.Tensor, module: torch.nn.Module) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
+    return torch.is_grad_enabled() and any(wants.requires_grad for wants in (x, *module.parameters()))
 
 
 def packing_for(module: torch.nn.Module) -> Packing | None:

@@ -201,7 +201,7 @@ class Reporter:
         self.log = MetricLog()
 
     def _throughput(self, row: dict[str, float], policy: PolicyModel) -> dict[str, float]:
-        """verl's tokens a second a rank; model FLOPs on request (6 N per trained, 2 N per drawn token)."""
+        """verl's tokens a second a rank; on request model FLOPs: 6 N a trained token (LoRA 4 N), 2 N a drawn one."""
         seconds, tokens = row.get("timing_s/step"), row.get("perf/total_num_tokens")
         if not seconds or not tokens:
             return {}
@@ -211,7 +211,8 @@ class Reporter:
             rates["perf/rollout_tokens_per_s"] = generated / generating
         if self._config.logging.log_throughput:
             parameters = active_parameters(policy, self._groups)
-            flops = parameters * (6 * tokens + 2 * generated)
+            trained = 6 if self._config.lora.lora_rank is None else 4  # frozen weights have no gradient
+            flops = parameters * (trained * tokens + 2 * generated)
             rates["perf/tflops_per_rank"] = flops / seconds / self._groups.world_size / 1e12
         return rates
 

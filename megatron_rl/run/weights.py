@@ -14,21 +14,25 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.adapters import is_adapted
 from megatron_rl.checkpoint.hf.load import load_hf
+from megatron_rl.checkpoint.hf.peft import load_peft
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import RunState, StartingWeights, read_run_state
+from megatron_rl.checkpoint.run_state import RunState, StartingWeights, has_adapters, read_run_state
 from megatron_rl.checkpoint.tensors import fingerprints
+from megatron_rl.config.lora import lora_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.training import critic_config
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
 from megatron_rl.models.gpt import PolicyModel, build_model
+from megatron_rl.models.lora import adapt
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.run.preflight.starts import first_weights, reference_weights, resumes, run_to_continue
+from megatron_rl.run.preflight.starts import family_weights, first_weights, reference_weights, resumes, run_to_continue
 from megatron_rl.trainer.optimizer import Optimization
-from megatron_rl.trainer.policy import ReferencePolicy
+from megatron_rl.trainer.policy import BasePolicy, ReferencePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ class Start:
     """The model is filled; what is made of it."""
 
     optimization: Optimization
-    reference: ReferencePolicy | None
+    reference: ReferencePolicy | BasePolicy | None
     """None where nothing asks it."""
     saved: RunState | None
     """None where the run begins."""
@@ -59,19 +63,22 @@ def start_weights(
 ) -> Start:
     """Fill the model as `run_to_continue` and `first_weights` say; collective.
 
-    The reference of a run that goes on is read again from what the run began with, and compared.
+    What a run that goes on began with is read again and compared where it is the reference, or the base of adapters.
 
     Raises:
         CheckpointError: something is damaged or of another model, or the reference is not what the run began with.
     """
-    directory = _to_continue(config, checkpoints)
+    directory, lora = _to_continue(config, checkpoints), lora_of(config)
     if directory is None:
         origin = read_first_weights(config, policy, checkpoints, groups)
-    elif config.wants_reference:
-        origin = _read_reference(config, directory, policy, checkpoints, groups)
+    elif config.wants_reference or lora is not None:
+        origin = _read_again(config, directory, policy, checkpoints, groups)
     else:
         origin = read_run_state(directory).origin
-    reference = ReferencePolicy(policy, copies) if config.wants_reference else None
+    if directory is not None and lora is not None:
+        adapt(policy, config, lora, groups)
+    kind = ReferencePolicy if lora is None else BasePolicy
+    reference = kind(policy, copies) if config.wants_reference else None
     critic = first_critic(config, policy, groups) if config.wants_critic else None
     optimization = Optimization(policy, config, copies)
     if directory is None:
@@ -103,8 +110,31 @@ def copy_trunk(policy: PolicyModel, critic: PolicyModel) -> None:
 def read_first_weights(
     config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
 ) -> StartingWeights:
-    """Fill the model with what a flag names, or leave the random weights it has; collective."""
-    return _read(first_weights(config)[1], policy, checkpoints, groups)
+    """Fill the model with what a flag names, or leave the random weights it has; collective.
+
+    Adapters come after it: new ones, or those of a checkpoint that has nothing else, whose base is read first.
+
+    Raises:
+        CheckpointError: what is read is damaged, or the base is not the one that the adapters were trained on.
+    """
+    origin, lora = first_weights(config)[1], lora_of(config)
+    if lora is None:
+        return _read(origin, policy, checkpoints, groups)
+    trained = None
+    if origin.kind == "checkpoint" and has_adapters(state := read_run_state(checkpoints.find(origin.path))):
+        trained, origin = checkpoints.find(origin.path), state.origin
+    if is_adapted(policy):  # an evaluation of several checkpoints, each of the same base
+        found = replace(origin, weights=fingerprints(policy, groups))
+    else:
+        found = _read(origin, policy, checkpoints, groups)
+        adapt(policy, config, lora, groups)
+    if trained is not None:
+        if not origin.is_of(found.weights):
+            raise CheckpointError(_another_base(trained, found))
+        checkpoints.start_from_weights(str(trained), policy)
+    elif config.lora.load_lora is not None:
+        load_peft(Path(config.lora.load_lora), policy, lora, family_weights(config), groups)
+    return found
 
 
 def end_tokens_of(origin: StartingWeights) -> Sequence[int]:
@@ -121,7 +151,7 @@ def _to_continue(config: RLConfig, checkpoints: CheckpointManager) -> Path | Non
     return None if elsewhere is None else checkpoints.find(elsewhere[1])
 
 
-def _read_reference(
+def _read_again(
     config: RLConfig, directory: Path, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
 ) -> StartingWeights:
     state = read_run_state(directory)
@@ -130,9 +160,20 @@ def _read_reference(
     if not wanted.weights:  # an earlier version saved it without them
         logger.warning("%s does not say what its run started from: the reference is %s", directory, found.path)
     elif not wanted.is_of(found.weights):
-        raise CheckpointError(_another(directory, state, found))
-    logger.info("reference policy: %s", found.path or "the random weights that the run began with")
+        raise CheckpointError(
+            _another(directory, state, found) if lora_of(config) is None else _another_base(directory, found)
+        )
+    what = "reference policy" if lora_of(config) is None else "base of the adapters"
+    logger.info("%s: %s", what, found.path or "the random weights that the run began with")
     return replace(found, weights={**wanted.weights, **found.weights})
+
+
+def _another_base(directory: Path, found: StartingWeights) -> str:
+    what = repr(found.path) if found.path else "the random weights of this --seed and number format"
+    return (
+        f"the adapters in {str(directory)!r} were trained on other weights than {what}; name a directory that has "
+        "them with --load-hf or --pretrained-checkpoint"
+    )
 
 
 def _another(directory: Path, state: RunState, found: StartingWeights) -> str:

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.lora import without_adapters
 from megatron_rl.platform.collectives import gather_vectors
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.critic import Critic, value_metrics, whitened
@@ -65,6 +66,26 @@ class ReferencePolicy:
             self._copies.weights_changed()
 
 
+class BasePolicy:
+    """The reference of a policy that is adapters on a frozen base: the base, without a copy of its weights."""
+
+    def __init__(self, policy: PolicyModel, copies: RolloutQuantization | None = None) -> None:
+        """``copies`` as for `ReferencePolicy`."""
+        self._policy, self._copies = policy, copies
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The adapters are off inside the ``with`` block."""
+        with without_adapters(self._policy):
+            self._tell_copies()
+            yield
+        self._tell_copies()
+
+    def _tell_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.weights_changed()
+
+
 @dataclass(frozen=True)
 class PolicyTrainer:
     """Old and reference log-probs and values where they are needed, advantages, then the updates."""
@@ -75,7 +96,7 @@ class PolicyTrainer:
     objective: PolicyObjective
     iterations: int
     timer: PhaseTimer
-    reference: ReferencePolicy | None = None
+    reference: ReferencePolicy | BasePolicy | None = None
     """None without a KL penalty."""
     teacher: Teacher | None = None
     critic: Critic | None = None

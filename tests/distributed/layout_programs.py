@@ -27,10 +27,11 @@ from megatron_rl.trainer import optimizer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
-from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
+from megatron_rl.trainer.policy import BasePolicy, PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
 from tests.distributed.programs import gather_whole
+from tests.support.lora import adapted
 from tests.support.samples import own_reward, random_samples, rewards_of, with_experts, with_prompts
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
@@ -71,9 +72,10 @@ def one_case(
     config: RLConfig, groups: ParallelGroups, count: int, prompts: int
 ) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """Metrics of two steps, of one update and of two; and tensors by kind and name."""
-    policy = tiny_policy(config)
-    optimization = Optimization(policy, config)
-    balance = BalanceLosses.of(config, policy.device)
+    policy, reference = tiny_policy(config), ReferencePolicy
+    if config.lora.lora_rank is not None:
+        policy, reference = adapted(policy, config, groups), BasePolicy
+    optimization, balance = Optimization(policy, config), BalanceLosses.of(config, policy.device)
     scorer = Scorer(policy, groups, 1.0, config.kernels.rl_fused_output_layer, balance)
     teacher, advantage = None, own_reward
     if config.wants_teacher:
@@ -88,7 +90,7 @@ def one_case(
         critic, advantage = with_critic(config, policy, groups), advantage_of(config)
     trainer = PolicyTrainer(
         optimization, scorer, advantage, PolicyObjective.of(config), 1, PhaseTimer(),
-        ReferencePolicy(policy), teacher, critic,
+        reference(policy), teacher, critic,
     )  # fmt: skip
     shares = config.training.rl_share_prompts
     builder = BatchBuilder(48, config.sequence_shares, policy.device, groups, config.stages, shares)
@@ -105,9 +107,9 @@ def one_case(
             updates = builder.updates(own, batch_size, seed=1)
         metrics.append(trainer.step(updates, rewards_of(samples)).metrics)
         if "gradients" not in tensors and not config.parallel.use_distributed_optimizer:
-            tensors["gradients"] = whole(policy, groups, lambda one: one.main_grad if one.requires_grad else one)
+            tensors["gradients"] = whole(policy, groups, gradient)
             if critic is not None:
-                tensors["critic's gradients"] = whole(critic_model(critic), groups, lambda one: one.main_grad)
+                tensors["critic's gradients"] = whole(critic_model(critic), groups, gradient)
     if critic is not None:
         with rollout_mode(critic_model(critic), critic.optimization.wrapped):
             tensors["critic's weights"] = whole(critic_model(critic), groups, lambda one: one.data)
@@ -145,12 +147,19 @@ def critic_model(critic: Critic) -> PolicyModel:
     return critic.optimization.policy
 
 
+def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Reduced, as the optimizer reads it."""
+    return parameter.main_grad
+
+
 def whole(
     policy: PolicyModel, groups: ParallelGroups, read: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """What this rank's stage has, and its experts, gathered over its tensor-parallel ranks; collective over them."""
     found = {}
     for name, parameter in policy.named_parameters():
+        if read is gradient and not hasattr(parameter, "main_grad"):  # frozen
+            continue
         values = torch.nn.Parameter(read(parameter).detach().clone())
         for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
             setattr(values, attribute, getattr(parameter, attribute, None))

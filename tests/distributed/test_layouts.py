@@ -24,6 +24,8 @@ TAUGHT = {"rl_teacher_load_hf": TEACHER, "rl_teacher_weight": 0.3, "rl_reward_we
 FUSED = {"rl_fused_output_layer": True, "grpo_entropy_term_weight": 0.01}
 PROMPTS = {"prompts": 3}
 SHARED_PROMPTS = PROMPTS | {"rl_share_prompts": True}
+LORA = {"lora_rank": 4, "grpo_kl_beta": 0.1}
+"""The reference is the model without the adapters."""
 FEW = {"samples": 1}
 """Of two replicas one has no micro-batch."""
 CASES: dict[str, dict[str, Any]] = {
@@ -45,6 +47,15 @@ CASES: dict[str, dict[str, Any]] = {
     "balanced by batch": EXPERTS | BALANCED | {"moe_router_load_balancing_type": "aux_loss"},
     "balanced, few, overlaps": EXPERTS | BALANCED | FEW | OVERLAP,
     "replayed": EXPERTS | {"rl_router_replay": True},
+    "lora": LORA,
+    "lora, recomputed": LORA | RECOMPUTED,
+    "lora, overlaps": LORA | OVERLAP,
+    "lora, some, tied, biases": LORA | TIED | {
+        "lora_targets": ["q_proj", "v_proj", "mlp"], "disable_bias_linear": False,
+    },
+    "lora, experts": LORA | EXPERTS,
+    "lora, experts, loop": LORA | EXPERTS | {"no_moe_grouped_gemm": True},
+    "lora, experts, overlaps": LORA | EXPERTS | OVERLAP,
     "taught": TAUGHT,
     "experts, taught": EXPERTS | TAUGHT | {"rl_router_replay": True},
     "taught in the loss": TAUGHT | {"rl_teacher_as": "loss", "rl_fused_output_layer": True},
@@ -80,6 +91,8 @@ REFERENCE = {
     "sinks, loop": "sinks", "sinks, attention recomputed": "sinks",
     "odd bins": "plain", "distributed": "plain",
     "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
+    "lora, recomputed": "lora", "lora, overlaps": "lora",
+    "lora, experts, loop": "lora, experts", "lora, experts, overlaps": "lora, experts",
     "experts, loop": "experts", "experts, loop, overlaps": "experts", "experts, distributed": "experts",
     "experts, overlaps": "experts", "experts, overlaps, few": "experts, few",
     "balanced, few, overlaps": "balanced, few", "mixed, overlaps": "mixed",
@@ -98,11 +111,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         1, {},
         [
             "shared", "shared, fused", "shared, recomputed", "shared, attention recomputed", "shared, experts",
-            "shared, windows", "sinks, loop", "sinks, attention recomputed",
+            "shared, windows", "sinks, loop", "sinks, attention recomputed", "lora, recomputed", "lora, experts, loop",
         ],
     ),
     "DP2": (2, {}, ["shared", "shared, overlaps"]),
-    "TP2, sequence-parallel": (2, TENSOR, ["shared", "shared, fused", "shared, experts", "mixed"]),
+    "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora"]),
+    "TP2, sequence-parallel": (
+        2, TENSOR,
+        [
+            "shared", "shared, fused", "shared, experts", "mixed", "lora, recomputed", "lora, some, tied, biases",
+            "lora, experts", "lora, experts, loop",
+        ],
+    ),
     "PP2": (
         2, STAGES,
         [
@@ -111,9 +131,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ],
     ),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught", "windows"]),
-    "PP2 x DP2": (4, STAGES, ["distributed", "overlaps", "overlaps, few, tied", "few, tied"]),
+    "PP2 x DP2": (4, STAGES, ["distributed", "overlaps", "overlaps, few, tied", "few, tied", "lora, overlaps"]),
     "TP2 x PP2, sequence-parallel": (
-        4, STAGES | TENSOR, ["tied", "replayed", "taught in the loss", "odd bins", "windows", "post norms"],
+        4, STAGES | TENSOR,
+        ["tied", "replayed", "taught in the loss", "odd bins", "windows", "post norms",
+         "lora, some, tied, biases"],
     ),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
@@ -122,6 +144,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         [
             "experts", "replayed", "experts, recomputed", "experts, few", "experts, overlaps", "experts, loop",
             "balanced", "experts, taught", "shared, experts", "mixed, overlaps",
+            "lora, experts, overlaps", "lora, experts, loop",
         ],
     ),
     "EP2 x DP2": (
@@ -133,7 +156,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     ),
     "TP2 x EP2, ETP1": (
         2, SHARED | TENSOR | {"expert_tensor_parallel_size": 1},
-        ["experts", "experts, few", "replayed", "balanced", "sinks", "sinks, loop", "mixed"],
+        ["experts", "experts, few", "replayed", "balanced", "sinks", "sinks, loop", "mixed", "lora, experts"],
     ),
     "TP2 x EP2, ETP2": (4, SHARED | TENSOR, ["experts", "experts, overlaps, few", "experts, loop"]),
     "EP2 x PP2": (4, SHARED | STAGES, ["experts", "experts, few", "experts, overlaps", "balanced"]),
@@ -146,7 +169,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, CONTEXT,
         [
             "plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught", "windows",
-            "windows, recomputed", "sinks", "post norms", "mixed",
+            "windows, recomputed", "sinks", "post norms", "mixed", "lora",
         ],
     ),
     "CP2 x TP2, sequence-parallel": (

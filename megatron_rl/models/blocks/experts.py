@@ -215,9 +215,10 @@ class GroupedExperts(MegatronModule):
         return (product + self.linear_fc2.biases_of(len(product), ends) * shares[:, None]).to(product.dtype)
 
     def parts(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Views of the single experts, under the names that `SequentialMLP` gives them."""
+        """Views of the single experts, under the names that `SequentialMLP` gives them; adapters have their own."""
+        own = [(name, stack) for name, stack in self.named_parameters() if ".adapter." not in name]
         for expert in range(self._count):
-            for name, stack in self.named_parameters():
+            for name, stack in own:
                 part = torch.nn.Parameter(stack.detach()[expert], requires_grad=False)
                 set_tensor_model_parallel_attributes(part, True, stack.partition_dim - 1, stack.partition_stride)
                 if hasattr(stack, "main_grad"):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.arithmetic import FEWEST_KEYS
+from megatron_rl.config.lora import lora_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import Problem
@@ -127,7 +128,8 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         return max((estimate(config, world_size, vocab_size, one) for one in stages), key=lambda one: one.training)
     layout, copies = config.layout(vocab_size, stage), config.rollout_replicas(world_size)
     whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size)
-    policy, critic = training_state(config, layout, copies, world_size), NO_STATE
+    lora = lora_of(config)
+    policy, critic = training_state(config, layout, copies, world_size, lora), NO_STATE
     if config.wants_critic:
         critic = training_state(config, config.layout(vocab_size, stage, head="value"), copies, world_size)
     sizes = Sizes(
@@ -166,10 +168,10 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         kv_cache=Use(cache, cache),
         teacher=Use(teacher if keeps_teacher else 0, teacher, 0 if keeps_teacher else teacher),
         teacher_pass=Use(0, teacher_pass),
-        reference=Use(0, 0, 2 * policy.numbers * number if config.wants_reference else 0),
+        reference=Use(0, 0, 2 * policy.numbers * number if config.wants_reference and lora is None else 0),
         activations=Use(0, activation_elements(config, layout, stage) * number),
         rollout_logits=Use(sizes.cache_slots * layout.padded_vocab_size * logits * FP32, 0),
-        training_logits=Use(0, training_logits(config, layout, number)),
+        training_logits=Use(0, training_logits(config, layout, number, learns=lora is None)),
     )
 
 

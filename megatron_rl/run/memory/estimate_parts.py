@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS, TILE
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.families import ExpertShare, Layer, Linear, ModelLayout, Stages
+from megatron_rl.families import ExpertShare, Layer, Linear, ModelLayout, Parameter, Stages
 from megatron_rl.families.blocks import blocks_of
+from megatron_rl.families.lora import Lora, adapters_of
 from megatron_rl.quantization.shapes import skipped
 
 FP32 = 4
@@ -37,11 +38,15 @@ class TrainingState:
 NO_STATE = TrainingState(0, 0, 0, 0, 0)
 
 
-def training_state(config: RLConfig, layout: ModelLayout, copies: int, world_size: int) -> TrainingState:
-    """Of a rank with ``layout``; ``copies`` ranks have the same weights."""
+def training_state(
+    config: RLConfig, layout: ModelLayout, copies: int, world_size: int, lora: Lora | None = None
+) -> TrainingState:
+    """Of a rank with ``layout``; ``copies`` ranks have the same weights. With ``lora`` all but adapters is frozen."""
     number = 2 if config.precision.bf16 else FP32
     gradient = FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
-    buffers = _buffers(config, layout, copies, world_size)
+    kept_as_they_are = (p for p in layout.parameters if lora and not (p.is_value_head or p.is_buffer))
+    frozen = sum(parameter.size for parameter in kept_as_they_are)
+    buffers = _buffers(config, trained_parameters(layout, lora), copies, world_size)
     buffer = updated = 0
     for sizes, owners in buffers:
         padded = _buffer_elements(sizes, config, owners, layout.is_first)
@@ -57,9 +62,9 @@ def training_state(config: RLConfig, layout: ModelLayout, copies: int, world_siz
         kept += FP32 * int(config.optimizer.sgd_momentum > 0) * updated
     fixed = sum(parameter.size for parameter in layout.parameters if parameter.is_buffer)
     return TrainingState(
-        numbers=sum(sum(sizes) for sizes, _ in buffers) + fixed,
+        numbers=frozen + sum(sum(sizes) for sizes, _ in buffers) + fixed,
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
-        weights=buffer * number + FP32 * fixed,
+        weights=(frozen + buffer) * number + FP32 * fixed,
         gradients=buffer * gradient,
         optimizer=kept + (FP32 * updated if gradient != FP32 else 0),
         kept=kept,
@@ -74,15 +79,23 @@ def _moment_bytes(dtype: str, sizes: Sequence[int], updated: int) -> int:
     return math.ceil(blocks * updated / sum(sizes)) * (TILE + FP32)
 
 
+def trained_parameters(layout: ModelLayout, lora: Lora | None) -> list[Parameter]:
+    """All of a rank, or adapters and a critic's head."""
+    if lora is None:
+        return list(layout.parameters)
+    heads = (parameter for parameter in layout.after if parameter.is_value_head)
+    return [*(parameter for part in adapters_of(layout, lora) for parameter in (part.a, part.b)), *heads]
+
+
 def _buffers(
-    config: RLConfig, layout: ModelLayout, copies: int, world_size: int
+    config: RLConfig, parameters: Iterable[Parameter], copies: int, world_size: int
 ) -> list[tuple[list[int], int]]:
     """Sizes of the parameters that share a gradient buffer, and how many ranks hold the same; experts on several ranks
     have one of their own.
     """
     are_shared = config.parallel.expert_model_parallel_size > 1
     kinds: dict[bool, list[int]] = {False: []}
-    for parameter in (each for each in layout.parameters if not each.is_buffer):
+    for parameter in (each for each in parameters if not each.is_buffer):
         kinds.setdefault(are_shared and parameter.is_of_an_expert, []).append(parameter.size)
     return [(sizes, world_size // config.expert_parallel_ranks if kind else copies) for kind, sizes in kinds.items()]
 
@@ -180,6 +193,7 @@ def read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
     """Parameters that quantised rollouts read unquantised; None where the others cannot be made again, or stay."""
     made_again = config.precision.bf16 and config.parallel.use_distributed_optimizer
     is_quantized = config.quantization.rl_rollout_quantization != "none"
+    made_again &= config.lora.lora_rank is None  # frozen weights are nowhere else
     if not is_quantized or not made_again or "weights" in config.rollout.rl_keep_in_rollouts:
         return None
     replaced = sum(linear.rows * linear.columns for linear in quantized_linears(config, layout))

@@ -87,7 +87,7 @@ class Gradients:
 class OptimizerState:
     """Moments and main parameters; on the host for `--rl-offload-optimizer-during-inference`.
 
-    ``with_weights``: also the weights, of a model that rollouts do not read.
+    ``with_weights``: also the trained weights, of a model that rollouts do not read.
     """
 
     def __init__(self, optimization: Optimization, with_weights: bool = False) -> None:
@@ -102,7 +102,8 @@ class OptimizerState:
     @property
     def storages(self) -> list[torch.UntypedStorage]:
         """Those on the device now."""
-        weights = storages_of(self._optimization.policy.parameters()) if self._with_weights else []
+        trained = (parameter for parameter in self._optimization.policy.parameters() if parameter.requires_grad)
+        weights = storages_of(trained) if self._with_weights else []
         return [*weights, *state_storages(self._optimization)]
 
     def leave(self) -> None:
@@ -160,8 +161,10 @@ class Weights:
     def __init__(self, optimization: Optimization) -> None:
         self._optimization = optimization
         tensors = [buffer.param_data for buffer in _buffers(optimization) if buffer.param_data is not None]
-        # fp32 weights are their own main parameters: nothing else has their values.
-        self._buffers = storages_of(tensors if optimization.policy.dtype == torch.bfloat16 else ())
+        # fp32 weights are their own main parameters, and frozen ones have none: nothing else has their values.
+        is_made_of_main = optimization.policy.dtype == torch.bfloat16
+        is_made_of_main &= all(parameter.requires_grad for parameter in optimization.policy.parameters())
+        self._buffers = storages_of(tensors if is_made_of_main else ())
         self._sizes = [storage.nbytes() for storage in self._buffers]
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._homes: dict[torch.nn.Parameter, torch.Tensor] = {}

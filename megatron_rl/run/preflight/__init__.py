@@ -25,6 +25,7 @@ def preflight(config: RLConfig, is_run: bool = True) -> list[Problem]:
         *problems,
         *(inputs.environment_problems(config, tokenizer) if is_run else ()),
         *starts.checkpoint_problems(config, tokenizer),
+        *starts.adapter_problems(config),
         *inputs.hugging_face_problems(config, tokenizer),
         *models.critic_problems(config, tokenizer),
         *models.teacher_problems(config, tokenizer),

@@ -8,10 +8,13 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.lora import lora_of
 from megatron_rl.config.records import names_several
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError, ConfigError, Problem, collecting
-from megatron_rl.families import model_directory, read_model, weight_problems
+from megatron_rl.families import WeightMap, model_directory, read_model, weight_problems
+from megatron_rl.families.peft import file_problems
+from megatron_rl.families.weights import decoder_weights
 from megatron_rl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags need not wait for
@@ -52,6 +55,23 @@ def first_weights(config: RLConfig) -> tuple[str, StartingWeights]:
     if checkpoint.load_hf is not None:
         return "--load-hf", StartingWeights.at("hugging_face", str(model_directory(checkpoint.load_hf)))
     return "", StartingWeights("drawn")
+
+
+def family_weights(config: RLConfig) -> WeightMap:
+    """How Hugging Face calls the model's tensors; Llama's names where no directory says which family it is."""
+    named = config.checkpoint.load_hf or config.model.hf_config
+    return decoder_weights(config.architecture()) if named is None else read_model(named).weights
+
+
+def adapter_problems(config: RLConfig) -> list[Problem]:
+    """Tensors of `--load-lora` that are not those of adapters of this model."""
+    lora, problems = lora_of(config), []
+    if lora is None or config.lora.load_lora is None or not config.model.is_complete:
+        return problems
+    with collecting(problems, "--load-lora"):
+        found = file_problems(Path(config.lora.load_lora), config.layout(), lora, family_weights(config))
+        problems += [Problem(None, line).under("--load-lora") for line in found]
+    return problems
 
 
 def reference_weights(config: RLConfig, directory: Path, state: RunState) -> StartingWeights:
@@ -159,7 +179,7 @@ def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | Non
     from megatron_rl.checkpoint.layout import find_checkpoint
     from megatron_rl.checkpoint.run_state import architecture_problems, read_run_state
 
-    if not config.wants_reference:
+    if not (config.wants_reference or config.lora.lora_rank):
         return []
     origin = reference_weights(config, directory, read_run_state(directory))
     problems: list[Problem] = []
@@ -169,8 +189,11 @@ def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | Non
             found = architecture_problems(config, find_checkpoint(origin.path, contents=False), vocab_size)
         elif origin.kind == "hugging_face":
             found = weight_problems(read_model(origin.path))
+    what, or_else = "the reference of --grpo-kl-beta", ", or leave the flag out"
+    if config.lora.lora_rank:
+        what, or_else = "the base of the adapters", ""
     return [
-        f"the reference of --grpo-kl-beta is what the run started from: {line}; if it lies elsewhere now, "
-        "name that place with --pretrained-checkpoint or --load-hf, or leave the flag out"
+        f"{what} is what the run started from: {line}; if it lies elsewhere now, name that place with "
+        f"--pretrained-checkpoint or --load-hf{or_else}"
         for line in (*found, *problems)
     ]

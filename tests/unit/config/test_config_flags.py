@@ -13,8 +13,8 @@ from tests.support.flags import parse_config
 
 SECTIONS = [
     "model", "layers", "experts", "rotation", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer",
-    "schedule", "checkpoint", "logging", "environment", "rollout", "quantization", "algorithm", "critic", "teacher",
-    "compatibility",
+    "schedule", "lora", "checkpoint", "logging", "environment", "rollout", "quantization", "algorithm", "critic",
+    "teacher", "compatibility",
 ]
 
 

@@ -1,0 +1,70 @@
+"""LoRA: which matrices are trained as a low-rank change of frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.flags import Finding, flag, without_effect
+from megatron_rl.errors import shorten
+from megatron_rl.families.lora import Lora, adapters_of, known_targets
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters in place of training all weights."""
+
+    lora_rank: int | None = flag(None, ge=1)
+    """Train adapters of this rank and no other weights (LoRA); each of an expert's has rank / --moe-router-topk."""
+    lora_alpha: float = flag(32.0, gt=0, le=65_536)
+    """What an adapter adds is multiplied by alpha / rank."""
+    lora_targets: tuple[str, ...] = flag(("all",))
+    """What gets adapters: all, attention, mlp, experts, or linears by name, such as q_proj v_proj linear_fc2."""
+    lora_dropout: float = flag(0.0, ge=0, lt=1)
+    """Dropout of an adapter's input in supervised training."""
+    load_lora: str | None = flag(None, path=True, aliases=("--lora",))
+    """Adapters to start from, in PEFT's format: a directory with adapter_config.json, which gives rank, alpha and
+    targets."""
+
+
+def lora_of(config: RLConfig) -> Lora | None:
+    """Return the policy's adapters; None where all weights are trained."""
+    lora = config.lora
+    if lora.lora_rank is None:
+        return None
+    return Lora(lora.lora_rank, lora.lora_alpha, lora.lora_targets, lora.lora_dropout)
+
+
+def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Adapters that the model has no place for, and combinations that are not built."""
+    lora, parallel = lora_of(config), config.parallel
+    if lora is None:
+        names = LoraConfig.__dataclass_fields__.keys() - {"load_lora"}  # which has a rank, or cannot be read
+        yield from without_effect(config, sorted(names), "adapters; add --lora-rank, or leave it out")
+        return
+    if lora.dropout and config.training.perform_rl_step:
+        yield "lora_dropout", "would train another model than the one that generates; leave it out in RL"
+    if config.kernels.transformer_impl != "local":
+        yield "lora_rank", "with --transformer-impl transformer_engine is not built; use --transformer-impl local"
+    if not config.model.is_complete:
+        return
+    layout = config.layout()
+    known = known_targets(layout)
+    if unknown := [name for name in lora.targets if name not in known]:
+        yield "lora_targets", f": this model has no {shorten(unknown[0])}; it has {', '.join(known)}"
+        return
+    adapters = adapters_of(layout, lora)
+    for adapter in adapters:
+        name, most = adapter.narrowest
+        if adapter.rank > most:
+            yield "lora_rank", f"is above the width of {name} of {adapter.linear.name}; use at most {most}"
+            break
+    of_experts = any(adapter.a.is_of_an_expert for adapter in adapters)
+    if of_experts and parallel.expert_tensor_parallel_size not in (None, 1, parallel.tensor_model_parallel_size):
+        yield "expert_tensor_parallel_size", (
+            f"with adapters of experts is not built; use 1 or {parallel.tensor_model_parallel_size}"
+        )

@@ -1,0 +1,121 @@
+"""Low-rank adapters: which matrices have one, and what it consists of. Without torch.
+
+W' = W + s B A (LoRA, arXiv 2106.09685), s = alpha / rank. A fused linear is several matrices in Hugging Face's files
+and PEFT's: it has an A [rank, inputs] for each of them, one below the other, and a single B [outputs, rank]. Every row
+of a linear belongs to one matrix, so B is cut over ranks, loaded and exported like the rows of the weight. Example,
+gate and up projection of width 3 with rank 2, 4 inputs::
+
+    A [4, 4]   2 rows of gate_proj, 2 of up_proj        B [6, 2]   3 rows of gate_proj, 3 of up_proj
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.families.blocks import Linear, Parameter, blocks_of
+from megatron_rl.families.layout import Layer, ModelLayout
+
+GROUPS = ("all", "attention", "mlp", "experts")
+"""Targets that stand for many linears; routed experts are no part of ``mlp``."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a model."""
+
+    rank: int
+    """Of an expert that is one of k for a token: rank / k, at least 1."""
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The adapter of one linear, or of one expert's."""
+
+    linear: Linear
+    matrices: tuple[str, ...]
+    """The linear's matrices by their names in Hugging Face's files, from top to bottom: q_proj, k_proj, v_proj."""
+    adapted: tuple[str, ...]
+    """Those of them that have an A."""
+    rank: int
+    scale: float
+
+    @property
+    def a(self) -> Parameter:
+        """[adapted matrices x rank, inputs]."""
+        shape, cut = (len(self.adapted) * self.rank, self.linear.inputs), "columns" if self._is_row else None
+        return Parameter(f"decoder.{self.linear.name}.adapter.lora_a", shape, cut, self.linear.ranks)
+
+    @property
+    def b(self) -> Parameter:
+        """[outputs, rank], in the order of the weight's rows."""
+        linear, cut = self.linear, None if self._is_row else "rows"
+        name, shape = f"decoder.{linear.name}.adapter.lora_b", (linear.outputs, self.rank)
+        return Parameter(name, shape, cut, linear.ranks, linear.blocks, linear.stripes)
+
+    @property
+    def _is_row(self) -> bool:
+        return self.linear.kind == "row"
+
+    @property
+    def owners(self) -> list[tuple[int, int]]:
+        """The rows of B from top to bottom: whose they are, by the place in ``adapted`` or -1, and how many."""
+        stripes = self.linear.stripes or ((self.matrices[0], self.linear.outputs),)
+        place = {name: index for index, name in enumerate(self.adapted)}
+        times = self.linear.outputs // sum(rows for _, rows in stripes)
+        return [(place.get(name, -1), rows) for name, rows in stripes] * times
+
+    @property
+    def narrowest(self) -> tuple[str, int]:
+        """The adapted matrix with the lowest possible rank, and that rank: the smaller of its width and height."""
+        rows = dict(self.linear.stripes) or {self.matrices[0]: self.linear.outputs}
+        times = self.linear.outputs // sum(rows.values())
+        return min(((name, min(rows[name] * times, self.linear.inputs)) for name in self.adapted), key=lambda it: it[1])
+
+
+def adapters_of(layout: ModelLayout, lora: Lora) -> list[LowRank]:
+    """What one rank has, in the order of the layout's linears."""
+    top_k = layout.architecture.moe_router_topk
+    return [
+        LowRank(linear, matrices, adapted, rank, lora.alpha / rank)
+        for layer in layout.layers
+        for linear, matrices in _matrices(layer)
+        if (adapted := _adapted(linear, matrices, lora.targets))
+        for rank in [max(1, lora.rank // top_k) if ".experts." in linear.name else lora.rank]
+    ]
+
+
+def known_targets(layout: ModelLayout) -> list[str]:
+    """All that a flag may name: groups that the model has, megatron's linears, Hugging Face's matrices."""
+    found = dict.fromkeys(("all",))
+    for layer in layout.layers:
+        for linear, matrices in _matrices(layer):
+            found |= dict.fromkeys((_group(linear), _own_name(linear), *matrices))
+    return list(found)
+
+
+def _matrices(layer: Layer) -> Iterator[tuple[Linear, tuple[str, ...]]]:
+    names = ChainMap(*(dict(block.names) for block in blocks_of(layer.kind)))
+    for linear in layer.linears:
+        own = _own_name(linear)
+        yield linear, tuple(name for name, _ in linear.stripes) or (names.get(own, own),)
+
+
+def _adapted(linear: Linear, matrices: tuple[str, ...], targets: tuple[str, ...]) -> tuple[str, ...]:
+    if {"all", _group(linear), _own_name(linear)} & set(targets):
+        return matrices
+    return tuple(name for name in matrices if name in targets)
+
+
+def _group(linear: Linear) -> str:
+    if ".experts." in linear.name:
+        return "experts"
+    return "attention" if ".self_attention." in linear.name else "mlp"
+
+
+def _own_name(linear: Linear) -> str:
+    return linear.name.rpartition(".")[2]

@@ -1,0 +1,103 @@
+"""Adapters in PEFT's files: ``adapter_config.json`` and the tensors of ``adapter_model.safetensors``. Without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import CheckpointError, ConfigError, shorten
+from megatron_rl.families.blocks import Parameter
+from megatron_rl.families.layout import ModelLayout
+from megatron_rl.families.lora import Lora, LowRank, adapters_of
+from megatron_rl.families.weights import Entry, WeightMap
+from megatron_rl.tensor_files import stored_tensors
+from megatron_rl.user_files import read_json
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_ENDINGS = (".lora_A.weight", ".lora_B.weight")
+_ONLY = {
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False,
+    "modules_to_save": None, "layers_to_transform": None, "alpha_pattern": {}, "target_parameters": None,
+}  # fmt: skip
+"""Settings that change what the tensors mean, each with the one value that is built."""
+
+
+def settings_of(directory: str | Path) -> dict[str, Any]:
+    """Return what ``--lora-rank``, ``--lora-alpha`` and ``--lora-targets`` are of an adapter in PEFT's format.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or asks for what is not built; one line.
+    """
+    path = Path(directory) / CONFIG_FILE
+    try:
+        values = read_json(path)
+        rank, alpha = int(values["r"]), float(values["lora_alpha"])
+        other = next((name for name, only in _ONLY.items() if values.get(name, only) not in (only, None)), None)
+        if other is not None:
+            raise ConfigError([f"{path}: {other} {shorten(values[other])} is not built, only {_ONLY[other]} is"])
+        ending = _ENDINGS[0]
+        names = [n.removesuffix(ending) for n in stored_tensors(Path(directory)) if n.endswith(ending)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError([f"{path} is no adapter_config.json of PEFT ({error})"]) from error
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from error
+    if values.get("use_rslora"):  # alpha / sqrt(rank)
+        alpha *= math.sqrt(rank)
+    targets = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    return {"lora_rank": rank, "lora_alpha": alpha, "lora_targets": targets}
+
+
+def config_of(lora: Lora, parts: list[LowRank], base: str) -> dict[str, Any]:
+    """Return ``adapter_config.json`` of the adapters ``parts``; ``base`` is the model's directory or name."""
+    ranks = {rf"experts\\.\\d+\\.{name}": p.rank for p in parts if p.rank != lora.rank for name in p.adapted}
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none", "use_rslora": False,
+        "fan_in_fan_out": False, "rank_pattern": ranks, "target_modules": sorted({n for p in parts for n in p.adapted}),
+    }  # fmt: skip
+
+
+def adapter_entries(layout: ModelLayout, lora: Lora, weights: WeightMap) -> Iterator[tuple[Parameter, Entry]]:
+    """Yield each A and B of a rank and the PEFT tensors that it is made of; ``weights`` are those of the family."""
+    for part in adapters_of(layout, lora):
+        weight = weights[f"decoder.{part.linear.name}.weight"]
+        if any(piece.index is not None for piece in weight.order):
+            stack = next(iter(weight.tensors))
+            raise ConfigError([f"adapters of experts in one tensor ({stack}) have no form in PEFT's files"])
+        own = dict(zip(part.matrices, weight.tensors, strict=True))
+        names = {own[name]: _PREFIX + own[name].removesuffix(".weight") for name in part.adapted}
+        a, b = _ENDINGS
+        yield part.a, Entry({names[own[name]] + a: (part.rank, part.linear.inputs) for name in part.adapted})
+        shapes = {names[name] + b: (shape[0], part.rank) for name, shape in weight.tensors.items() if name in names}
+        # Rows of a matrix without an adapter are no tensor's, and 0.
+        order = tuple(
+            replace(piece, tensor=names[piece.tensor] + b if piece.tensor in names else None) for piece in weight.order
+        )
+        yield part.b, Entry(shapes, order)
+
+
+def file_problems(directory: Path, layout: ModelLayout, lora: Lora, weights: WeightMap) -> list[str]:
+    """One line for each way in which the tensors of an adapter are not those of ``lora`` on this model."""
+    try:
+        stored = stored_tensors(directory)
+    except CheckpointError as error:
+        return [str(error)]
+    entries = [entry for _, entry in adapter_entries(layout, lora, weights)]
+    expected = {name: shape for entry in entries for name, shape in entry.tensors.items()}
+    problems = []
+    for names, what in (
+        ([name for name in stored if name not in expected], "is of no matrix of this model; name its own base"),
+        ([name for name in expected if name not in stored], "is missing: every layer needs the same adapters"),
+    ):
+        problems += [f"{directory}: tensor {name} {what}" for name in names[:1]]
+    for name in expected.keys() & stored.keys():
+        if stored[name].shape != expected[name]:
+            found, wanted = (" x ".join(map(str, shape)) for shape in (stored[name].shape, expected[name]))
+            text = f"tensor {name} has shape {found}, this model means {wanted}; name its own base"
+            problems.append(f"{directory}: {text}")
+            break
+    return problems

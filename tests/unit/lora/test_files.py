@@ -1,0 +1,213 @@
+"""Checkpoints of adapters, and PEFT's files out and in, held to `peft` and transformers themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.checkpoint.dist_files import DistFiles
+from megatron_rl.checkpoint.hf.peft import export_merged, export_peft
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.run_state import run_state_of
+from megatron_rl.cli.export import main as export
+from megatron_rl.config.arguments import read_config
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.errors import CheckpointError
+from megatron_rl.families import read_model
+from megatron_rl.models.gpt import PolicyModel, build_model
+from megatron_rl.platform import current_platform
+from megatron_rl.platform.groups import ParallelGroups, current_groups, seed_everything
+from megatron_rl.run.preflight.starts import adapter_problems, checkpoint_problems
+from megatron_rl.run.weights import Start, start_weights
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.update import update
+from tests.support.hugging_face import FLAGS, batch_of, packed_logits, reference_logits, write_model
+from tests.support.lora import move_b
+from tests.support.tiny import VOCABULARY
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
+LORA = ["--lora-rank", "4", "--lora-alpha", "8"]
+
+
+def config_of(model: Path, *more: str, at: Path, problems: list[str] | None = None) -> RLConfig:
+    flags = FLAGS | {"load-hf": str(model), "save": str(at / "checkpoints"), "run-dir": str(at), "train-iters": "10"}
+    argv = [text for name, value in flags.items() for text in (f"--{name}", value)]
+    config, found = read_config([*argv, *more], 1)
+    if problems is None:
+        assert not found, found
+    else:
+        problems += [problem.text for problem in found]
+    return config
+
+
+def started(config: RLConfig, groups: ParallelGroups) -> tuple[PolicyModel, Start, CheckpointManager]:
+    seed_everything(1)
+    policy = build_model(config, current_platform(), VOCABULARY)
+    checkpoints = CheckpointManager(Path(config.checkpoint.save), 0, groups)
+    return policy, start_weights(config, policy, checkpoints, groups), checkpoints
+
+
+def train(policy: PolicyModel, start: Start) -> None:
+    scorer = Scorer(policy, current_groups(), 1.0)
+
+    def loss(output: torch.Tensor, batch: Any) -> Any:
+        return -scorer.select(output, batch).current_logprobs.sum(), torch.tensor(100), {}
+
+    update(start.optimization, [batch_of(VOCABULARY, (20, 12))], scorer.forward, loss)
+
+
+def save(config: RLConfig, policy: PolicyModel, start: Start, checkpoints: CheckpointManager, step: int) -> Path:
+    state = run_state_of(config, policy, [0], step=step, has_optimizer=True, origin=start.origin)
+    checkpoints.save(state, policy, start.optimization)
+    return Path(config.checkpoint.save) / f"step_{step:07d}"
+
+
+def trained_of(policy: PolicyModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.named_parameters() if ".adapter." in name}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def run(tmp_path: Path, one_rank: ParallelGroups) -> tuple[Path, Path, torch.nn.Module, PolicyModel]:
+    """The base, a checkpoint of one update after random adapters, the base in transformers, and the policy."""
+    base = write_model(tmp_path / "base", "llama", SIZES)
+    config = config_of(tmp_path / "base", *LORA, at=tmp_path / "run")
+    policy, start, checkpoints = started(config, one_rank)
+    move_b(policy, one_rank, 0.1)
+    start.optimization.start_again()
+    train(policy, start)
+    return tmp_path / "base", save(config, policy, start, checkpoints, 1), base, policy
+
+
+@pytest.mark.parametrize("more", [[], ["--bf16", "--use-distributed-optimizer"]], ids=["fp32", "bf16"])
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, one_rank: ParallelGroups, more: list[str]) -> None:
+    write_model(tmp_path / "base", "llama", SIZES)
+    config = config_of(tmp_path / "base", *LORA, *more, at=tmp_path / "run")
+    policy, start, checkpoints = started(config, one_rank)
+    train(policy, start)
+    directory = save(config, policy, start, checkpoints, 1)
+    tensors = DistFiles(directory).names
+    assert tensors == set(trained_of(policy)), "no weight of the base"
+    start.optimization.schedule.go_to(1)
+    train(policy, start)
+    again, resumed, _ = started(config_of(tmp_path / "base", *LORA, *more, "--resume", at=tmp_path / "run"), one_rank)
+    assert resumed.saved is not None
+    assert not [name for name in trained_of(again) if torch.equal(trained_of(again)[name], trained_of(policy)[name])]
+    train(again, resumed)
+    assert_same(trained_of(again), trained_of(policy))
+
+
+def test_another_base_is_refused(run: Any, one_rank: ParallelGroups, tmp_path: Path) -> None:
+    base, directory, model, _ = run
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(base)
+    with pytest.raises(CheckpointError, match="were trained on other weights than"):
+        started(config_of(base, *LORA, "--resume", at=tmp_path / "run"), one_rank)
+    with pytest.raises(CheckpointError, match="were trained on other weights than"):
+        export_merged(directory, read_model(base), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_peft_reads_the_export_and_we_read_it_back(run: Any, one_rank: ParallelGroups, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base, directory, model, policy = run
+    assert export(["--input-dir", str(directory), "--output-dir", str(tmp_path / "out"), "--format", "peft"]) == 0
+    batch = batch_of(VOCABULARY, (30, 3, 17))
+    own = packed_logits(policy, batch)
+    plain = reference_logits(model, batch)
+    theirs = reference_logits(PeftModel.from_pretrained(model, tmp_path / "out").eval(), batch)
+    torch.testing.assert_close(own, theirs, rtol=0, atol=1e-4)
+    assert (plain - theirs).abs().max() > 0.1
+    config = config_of(base, "--load-lora", str(tmp_path / "out"), at=tmp_path / "new")
+    assert not adapter_problems(config)
+    again, *_ = started(config, one_rank)
+    assert (config.lora.lora_rank, config.lora.lora_alpha) == (4, 8.0)
+    assert_same(trained_of(again), trained_of(policy))
+
+
+def test_what_peft_has_written_is_read(tmp_path: Path, one_rank: ParallelGroups) -> None:
+    """Of some matrices alone, with rsLoRA's alpha / sqrt(rank)."""
+    from peft import LoraConfig, get_peft_model
+
+    model = write_model(tmp_path / "base", "llama", SIZES)
+    theirs = get_peft_model(model, LoraConfig(
+        r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj", "o_proj"], init_lora_weights=False,
+        use_rslora=True,
+    ))  # fmt: skip
+    theirs.save_pretrained(tmp_path / "adapter")
+    policy, *_ = started(config_of(tmp_path / "base", "--load-lora", str(tmp_path / "adapter"), at=tmp_path), one_rank)
+    batch = batch_of(VOCABULARY, (30, 3, 17))
+    torch.testing.assert_close(packed_logits(policy, batch), reference_logits(theirs.eval(), batch), rtol=0, atol=2e-4)
+
+
+def test_a_merged_export_is_the_policy(run: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base, directory, _, policy = run
+    assert export(["--input-dir", str(directory), "--output-dir", str(tmp_path / "out")]) == 2, "which of the two?"
+    assert export(["--input-dir", str(directory), "--output-dir", str(tmp_path / "out"), "--merge"]) == 0
+    batch, merged = batch_of(VOCABULARY, (30, 3, 17)), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(reference_logits(merged.eval(), batch), packed_logits(policy, batch), rtol=0, atol=1e-4)
+
+
+def test_problems_are_one_line(run: Any, tmp_path: Path) -> None:
+    base, directory, _, _ = run
+    at = tmp_path / "run"
+
+    def of_resume(*flags: str) -> list[str]:
+        return [problem.text for problem in checkpoint_problems(config_of(base, *flags, "--resume", at=at), None)]
+
+    assert "has adapters (--lora-rank 4) and no other weights" in " ".join(of_resume())
+    wider = of_resume("--lora-rank", "8", "--lora-alpha", "8")
+    assert "has adapters of --lora-rank 4, this run has 8" in " ".join(wider)
+    assert not of_resume(*LORA)
+    for flags, expected in {
+        ("--lora-rank", "33"): "is above the width of o_proj of layers.0.self_attention.linear_proj; use at most 32",
+        ("--lora-rank", "2", "--lora-targets", "z_proj"): "z_proj: this model has no 'z_proj'; it has all, attention",
+        ("--lora-rank", "2", "--lora-targets", "experts"): "this model has no 'experts'",
+        ("--lora-alpha", "2"): "--lora-alpha 2 has no effect without adapters; add --lora-rank, or leave it out",
+        ("--load-lora", str(base)): "adapter_config.json is no adapter_config.json of PEFT",
+    }.items():
+        problems: list[str] = []
+        config_of(base, *flags, at=tmp_path / "other", problems=problems)
+        assert len(problems) == 1, problems
+        assert expected in problems[0]
+
+
+def test_an_adapter_of_another_model_is_named(run: Any, tmp_path: Path) -> None:
+    base, directory, _, _ = run
+    export_peft(directory, read_model(base), tmp_path / "out")
+    write_model(tmp_path / "wide", "llama", SIZES | {"intermediate_size": 64})
+    write_model(tmp_path / "low", "llama", SIZES | {"num_hidden_layers": 1})
+    texts = {}
+    for name in ("wide", "low"):
+        config = config_of(tmp_path / name, "--load-lora", str(tmp_path / "out"), at=tmp_path)
+        (problem,) = adapter_problems(config)
+        texts[name] = problem.text
+    assert "has shape" in texts["wide"]
+    assert "is of no matrix of this model" in texts["low"]
+
+
+def test_a_run_begins_with_the_adapters_of_another(run: Any, one_rank: ParallelGroups, tmp_path: Path) -> None:
+    """`--pretrained-checkpoint` of a LoRA run gives the flags, the base and the adapters."""
+    base, directory, _, policy = run
+    flags = FLAGS | {"pretrained-checkpoint": str(directory), "run-dir": str(tmp_path / "next")}
+    config, problems = read_config([text for name, value in flags.items() for text in (f"--{name}", value)], 1)
+    assert not problems, problems
+    assert config.lora.lora_rank == 4
+    again, start, _ = started(replace(config), one_rank)
+    assert_same(trained_of(again), trained_of(policy))
+    assert start.origin.kind == "hugging_face"
