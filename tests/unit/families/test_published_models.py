@@ -74,6 +74,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
          "tie_word_embeddings": True},
         596_049_920,
         {"kv_channels": 128, "qk_layernorm": True, "add_qkv_bias": False}),
+    "Qwen1.5-MoE-A2.7B": (
+        {**QWEN2_5, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048,
+         "intermediate_size": 5632, "num_attention_heads": 16, "num_hidden_layers": 24, "num_key_value_heads": 16,
+         "decoder_sparse_step": 1, "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60,
+         "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192,
+         "rms_norm_eps": 1e-6, "vocab_size": 151936},
+        14_315_784_192,
+        {"moe_shared_expert_gate": True, "moe_router_pre_softmax": True, "moe_layer_freq": "1"}),
     "GLM-4.5-Air": (
         {**GLM4_MOE, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46, "n_routed_experts": 128,
          "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False},
