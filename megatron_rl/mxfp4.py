@@ -51,7 +51,7 @@ def entries(name: str, shape: tuple[int, ...]) -> dict[str, TensorEntry]:
 
 
 def is_stored(name: str, reader: TensorReader) -> bool:
-    """Whether X ``name`` is there as blocks."""
+    """Return whether X ``name`` is there as blocks."""
     return name not in reader.stored and name + BLOCKS in reader.stored
 
 

@@ -24,7 +24,7 @@ class Constraints:
 
     @property
     def penalizes(self) -> bool:
-        """Whether a penalty is on."""
+        """Return whether a penalty is on."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
 

@@ -59,7 +59,7 @@ class StopRequest:
         return self
 
     def started(self) -> None:
-        """From now on a signal only asks; the loop decides when. Safe to call again."""
+        """Let a signal only ask from now on; the loop decides when to stop. Safe to call again."""
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             os.close(self._wakeup)  # which ends the thread
@@ -76,7 +76,7 @@ class StopRequest:
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this process, and not `megatron-rl`, which uses torchrun's library."""
+    """Return whether torchrun has started this process, and not `megatron-rl`, which uses torchrun's library."""
     return "TORCHELASTIC_RUN_ID" in os.environ and TYPED_COMMAND not in os.environ
 
 

@@ -50,7 +50,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its numbers."""
+        """Bytes of all its numbers."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -162,7 +162,7 @@ class TensorReader:
         columns: tuple[int, int] | None = None,
         index: int | None = None,
     ) -> torch.Tensor:
-        """Those rows (and columns) of a tensor, all without them, or of that one of a stack of matrices.
+        """Read these rows (and columns) of a tensor, all without them, or of that one of a stack of matrices.
 
         As stored, in host memory.
         """
@@ -268,7 +268,7 @@ class TensorWriter:
 
 
 def write_index(directory: Path, files: Mapping[str, Mapping[str, TensorEntry]]) -> None:
-    """Which file holds which tensor."""
+    """Write the index of which file holds which tensor."""
     weight_map = {tensor: name for name, entries in files.items() for tensor in entries}
     total = sum(entry.num_bytes for entries in files.values() for entry in entries.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

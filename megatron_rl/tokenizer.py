@@ -181,7 +181,7 @@ class Tokenizer:
         )
 
     def ignores_tools(self, environment: str = "") -> bool:
-        """Whether its chats look the same with tools as without; raises what the template raises."""
+        """Return whether its chats look the same with tools as without; raises what the template raises."""
         asked: Message = {"role": "user", "content": "a"}
         tool = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
         offered = [{"type": "function", "function": tool}]

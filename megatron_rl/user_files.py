@@ -37,7 +37,7 @@ def path_refusal(path: str) -> str | None:
 
 
 def is_entry(text: str) -> bool:
-    """Whether ``text`` is a YAML mapping in braces, given where the path of a file may be."""
+    """Return whether ``text`` is a YAML mapping in braces, given where the path of a file may be."""
     return text.startswith("{") and text.endswith("}")
 
 

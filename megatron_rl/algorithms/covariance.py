@@ -28,7 +28,7 @@ class TokenSelection(Extension):
     """Of the update's loss tokens, how many are selected; at least one, unless none may be."""
 
     def priority(self, batch: TokenBatch, covariance: Tensor) -> Tensor:
-        """Which tokens come first: [T] fp64, -inf where a token may not be selected.
+        """Compute which tokens come first: [T] fp64, -inf where a token may not be selected.
 
         ``covariance`` [T] fp64: see `covariance`; -inf at masked positions.
         """
@@ -84,7 +84,7 @@ def places(batch: TokenBatch) -> Tensor:
 
 
 def first(priorities: Tensor, places: Tensor, count: int) -> Tensor:
-    """Which ``count`` come first, the one with the lower place where priorities are equal: indices [at most count]."""
+    """Select the first ``count``, by place where priorities are equal: indices [at most count]."""
     by_place = places.argsort()
     order = by_place[priorities[by_place].argsort(descending=True, stable=True)][:count]
     return order[priorities[order] > -math.inf]

@@ -79,11 +79,11 @@ class Extension(Options):
 
     @property
     def whitening_epsilon(self) -> float | None:
-        """Of an advantage that the trainer whitens over the step's loss tokens: added to its std."""
+        """Return the epsilon that is added to the std when the trainer whitens this advantage."""
         return None
 
     def returns(self, batch: TokenBatch, advantages: Tensor) -> Tensor:
-        """Of an advantage against a critic: what the values are trained towards, [T]; ``advantages`` are its own."""
+        """Return the critic's targets, [T], for an advantage against a critic; ``advantages`` are its own."""
         return batch.values + advantages
 
 

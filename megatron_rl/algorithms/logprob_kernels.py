@@ -27,7 +27,7 @@ def local_statistics(
     temperature: float,
     want_entropy: bool,
 ) -> torch.Tensor:
-    """What ``logits / temperature`` of this rank contribute to each row: [3, T] fp32, for the entropy [4, T].
+    """Compute what ``logits / temperature`` of this rank contribute to each row: [3, T] fp32, for the entropy [4, T].
 
     Args:
         logits: [T, held] of fp32, bf16 or fp16, of which the first ``columns`` are real.

@@ -102,7 +102,7 @@ class Shard:
     tensor_group: dist.ProcessGroup | None
 
     def columns(self, held: int) -> int:
-        """How many of the ``held`` columns of this rank are real tokens; the rest is padding."""
+        """Return how many of the ``held`` columns of this rank are real tokens; the rest is padding."""
         return max(0, min(self.vocab_size - self.vocab_start, held))
 
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -177,7 +177,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def runs_kernels(logits: Tensor) -> bool:
-    """Whether logits of this kind go through the kernels, which compute in fp32."""
+    """Return whether logits of this kind go through the kernels, which compute in fp32."""
     return logits.is_cuda and logits.dtype != torch.float64
 
 

@@ -104,11 +104,11 @@ class DistFiles:
 
     @property
     def names(self) -> set[str]:
-        """Of all parameters."""
+        """List the names of all parameters."""
         return set(self._found)
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Return the shape of the unsharded parameter."""
         blocks = self._found[parameter.name].values()
         height, *width = next(iter(blocks)).shape
         return (height * len(blocks), *width)

@@ -73,7 +73,7 @@ class Topology:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int | None]) -> Topology:
-        """By Megatron's names: ``tensor_model_parallel_size`` and so on; what is absent is 1."""
+        """Read the sizes from Megatron's names, ``tensor_model_parallel_size`` and so on; what is absent is 1."""
         tensor = sizes.get("tensor_model_parallel_size") or 1
         experts = sizes.get("expert_model_parallel_size") or 1
         cut = (sizes.get("expert_tensor_parallel_size") or tensor) if experts > 1 else 1
@@ -86,13 +86,13 @@ class Topology:
         return [(rank % self.tensor, rank // self.cut % self.experts, rank % self.cut) for rank in ranks]
 
     def name(self, tensor_rank: int, stage: int, expert_rank: int = 0) -> str:
-        """Of the directory with a rank's files. Example: ``mp_rank_01``, or with several stages ``mp_rank_01_000``."""
+        """Name the directory of a rank's files. Example: ``mp_rank_01``, or with several stages ``mp_rank_01_000``."""
         numbers = [stage] * (self.stages > 1) + [expert_rank] * (self.experts > 1)
         return f"mp_rank_{tensor_rank:02d}" + "".join(f"_{number:03d}" for number in numbers)
 
     @property
     def names(self) -> list[str]:
-        """Of all directories."""
+        """List the names of all directories."""
         return sorted({self.name(rank, stage, e) for rank, e, _ in self.places for stage in range(self.stages)})
 
     def __str__(self) -> str:
@@ -103,17 +103,17 @@ class Topology:
 
 
 def is_megatron_layout(directory: Path) -> bool:
-    """Whether a checkpoint directory is of this layout; its name says so."""
+    """Return whether a checkpoint directory is of this layout; its name says so."""
     return directory.name.startswith("iter_") or directory.name == RELEASE
 
 
 def has_rank_files(directory: Path) -> bool:
-    """Whether there is a file a rank."""
+    """Return whether there is a file a rank."""
     return any(directory.glob("mp_rank_*"))
 
 
 def topology_of(directory: Path) -> Topology:
-    """Of a checkpoint, by the names of what it has.
+    """Read the parallel sizes of a checkpoint from its file names.
 
     Raises:
         CheckpointError: there is nothing, a gap is in it, or it is also of another topology.
@@ -150,7 +150,7 @@ def topology_problems(directory: Path, topology: Topology) -> list[str]:
 
 
 def read(path: Path, mapped: bool = True) -> Any:
-    """What a file holds.
+    """Read a file.
 
     Args:
         mapped: tensors come from the file whenever they are used; False for those that outlive this.
@@ -221,7 +221,7 @@ def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:
 
 
 def chunks_of(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """In the order of the forward pass of one rank."""
+    """Return the chunks in the order of the forward pass of one rank."""
     names = [key for key in map(str, content) if re.fullmatch(r"model\d*", key)]
     return {name: content[name] for name in sorted(names, key=lambda name: int(name[5:] or 0))}
 
@@ -230,7 +230,7 @@ def chunks_of(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def is_foreign(directory: Path) -> bool:
-    """Whether Megatron-LM itself wrote it: without checksums and the state of a run."""
+    """Return whether Megatron-LM itself wrote it: without checksums and the state of a run."""
     is_ours = any((directory / name).exists() for name in ("manifest.json", "run_state.json"))
     if not is_megatron_layout(directory) or is_ours:
         return False

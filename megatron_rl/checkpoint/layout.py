@@ -35,12 +35,12 @@ _HASHING_THREADS = 8
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the committed checkpoint of ``step`` lies."""
+    """Return the path of the committed checkpoint of ``step``."""
     return root / f"step_{step:07d}"
 
 
 def temporary_directory(root: Path, step: int, start: str = "") -> Path:
-    """Where the checkpoint of ``step`` is written before it counts.
+    """Return the path at which the checkpoint of ``step`` is written before it is committed.
 
     ``start`` tells one start of the run from the next: what writes in the background may outlive a kill, and must
     not write into the directory of the run that goes on.
@@ -66,12 +66,12 @@ def step_entries(root: Path) -> list[Path]:
 
 
 def is_step(path: Path) -> bool:
-    """Whether it is a directory with the name of a checkpoint."""
+    """Return whether it is a directory with the name of a checkpoint."""
     return path.is_dir() and _STEP_NAME.fullmatch(path.name) is not None
 
 
 def holds_checkpoint(path: str | Path) -> bool:
-    """Whether `find_checkpoint` has something to look at, damaged or not."""
+    """Return whether `find_checkpoint` has something to look at, damaged or not."""
     return bool(_entries(Path(path)))
 
 
@@ -185,7 +185,7 @@ def _point(root: Path, name: str, target: str) -> None:
 
 
 def best_checkpoint(root: Path) -> Path | None:
-    """What ``best`` points at; None without one, or when it is gone."""
+    """Return the checkpoint that ``best`` points at; None without one, or when it is gone."""
     try:
         name = read_text(root / _BEST).strip()
     except ValueError:

@@ -147,7 +147,7 @@ class CheckpointManager:
 
     @property
     def saved_step(self) -> int | None:
-        """Of the newest checkpoint; None where this process knows of none, or one is under way in the background."""
+        """Step of the newest checkpoint; None if this process knows of none, or one is being saved."""
         return self._saved_step if self._under_way is None else None
 
     def newest(self) -> Path | None:

@@ -63,11 +63,11 @@ class StartingWeights:
 
     @classmethod
     def at(cls, kind: Literal["checkpoint", "hugging_face"], directory: str) -> StartingWeights:
-        """What a flag names, not yet read."""
+        """Refer to what a flag names, not yet read."""
         return cls(kind, os.path.abspath(directory), os.path.abspath(directory))
 
     def is_of(self, weights: Mapping[str, str]) -> bool:
-        """Whether ``weights`` are these, in every number format that both know."""
+        """Return whether ``weights`` are these, in every number format that both know."""
         both = self.weights.keys() & weights.keys()
         return bool(both) and all(self.weights[name] == weights[name] for name in both)
 
@@ -113,7 +113,7 @@ class RunState:
 
 
 def run_state_of(config: RLConfig, policy: PolicyModel, end_token_ids: Sequence[int], **of_run: Any) -> RunState:
-    """Of a run as it is now; ``of_run`` are the fields that change from save to save."""
+    """Return the state of a run as it is now; ``of_run`` are the fields that change from save to save."""
     named = config.checkpoint.load_hf or config.model.hf_config
     model = ModelFacts(
         architecture=architecture_of(config.architecture()),
@@ -303,7 +303,7 @@ def _in_words(value: Any) -> str:
 
 
 def mode_of(config: RLConfig) -> str:
-    """How the run trains: ``rl`` or ``supervised``."""
+    """Return how the run trains: ``rl`` or ``supervised``."""
     return "rl" if config.training.perform_rl_step else "supervised"
 
 

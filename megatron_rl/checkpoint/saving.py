@@ -42,7 +42,7 @@ _CUT_SHORT = "enforce fail at inline_container"
 
 
 def succeed_on_all_ranks(act: Callable[[], T]) -> T:
-    """What ``act`` returns, once it has succeeded on every rank: one that fails would leave the others waiting.
+    """Return what ``act`` returns once it succeeded on all ranks: one that fails would leave the others waiting.
 
     Raises:
         CheckpointError: it did on one; on every rank.
@@ -182,7 +182,7 @@ class BackgroundSave:
         self._written = False
 
     def go_on(self, wait: bool) -> None:
-        """As far as that needs no waiting, or with ``wait`` until the checkpoint counts; collective until then.
+        """Continue saving without waiting, or with ``wait`` until the checkpoint is committed; collective until then.
 
         Raises:
             SaveError: on every rank; it could not be written.

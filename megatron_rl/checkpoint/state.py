@@ -33,7 +33,7 @@ class Resumable(Protocol):
     """What `StateRegistry.register` takes."""
 
     def state_dict(self) -> State:
-        """What a later start goes on from."""
+        """Return the state that a later start continues from."""
 
     def load_state_dict(self, state: State) -> None:
         """Go on where `state_dict` was taken."""

@@ -52,11 +52,11 @@ class RankFiles:
 
     @property
     def names(self) -> set[str]:
-        """Of all parameters."""
+        """List the names of all parameters."""
         return set(self._parts)
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Return the shape of the unsharded parameter."""
         parts = self._parts_of(parameter)
         shape = list(parts[0].shape)
         shape[1 if parameter.cut == "columns" else 0] *= len(parts)
@@ -118,7 +118,7 @@ def _fill(directory: Path, policy: PolicyModel, groups: ParallelGroups) -> None:
 
 
 def part_of_stored(stored: StoredWeights, parameter: Parameter, rank: int = 0) -> torch.Tensor:
-    """What part ``rank`` of a parameter holds: ``parameter.local_shape``, with zeros for rows that are not stored."""
+    """Read what ``rank`` holds of a parameter: ``parameter.local_shape``, zeros for rows that are not stored."""
     dimension = 1 if parameter.cut == "columns" else 0
     size = parameter.shape[dimension]
     height = size // parameter.blocks

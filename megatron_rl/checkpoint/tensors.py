@@ -106,7 +106,7 @@ def _states(policy: Model, critic: Model | None, loading: bool) -> dict[str, Any
 
 
 def sharded_state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
-    """What this rank has, in megatron's words for which part of the whole model it is; collective."""
+    """Return this rank's sharded state in megatron's form; collective."""
     metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
     # Names in the files are those of the whole model: that of a chunk keeps chunks apart in memory alone.
     state: dict[str, Any] = (
@@ -124,7 +124,7 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
 
 
 def named_chunks(policy: PolicyModel) -> dict[str, GPTModel]:
-    """By Megatron's names: model, or model0, model1, ..."""
+    """Return the chunks by Megatron's names: model, or model0, model1, ..."""
     if len(policy.chunks) == 1:
         return {"model": policy.chunks[0]}
     return {f"model{index}": gpt for index, gpt in enumerate(policy.chunks)}
@@ -246,7 +246,7 @@ def _state_of_rank(
 
 
 def piece_name(piece: ShardedTensor) -> str:
-    """And where it lies in the whole tensor. Example, layer 1 and expert 3:
+    """Name a piece and its place in the whole tensor. Example, layer 1 and expert 3:
     ``optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc2.weight@1.3.0.0``.
     """
     return f"{piece.key}@{'.'.join(map(str, piece.global_offset))}"

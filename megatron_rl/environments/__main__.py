@@ -138,7 +138,7 @@ def _new(name: str, kind: str, folder: Path, load_timeout: float) -> int:
 
 
 def template_of(file: str) -> string.Template:
-    """What ``new`` writes: a module, or its test, in which ``$name``, ``$class_name`` and ``$path`` are replaced."""
+    """Fill in the template of a module, or of its test: replace ``$name``, ``$class_name`` and ``$path``."""
     return string.Template((Path(__file__).parent / "new" / f"{file}.txt").read_text(encoding="utf-8"))
 
 

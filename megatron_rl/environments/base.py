@@ -29,7 +29,7 @@ _SWITCH: Rule = (bool,), lambda _: True, "it must be true or false"
 
 
 def whole_number(most: int) -> Rule:
-    """From 1 on."""
+    """Make the rule that a number is a whole one from 1 to ``most``."""
     return (int,), range(1, most + 1).__contains__, f"it must be a whole number from 1 to {most:,}"
 
 
@@ -127,7 +127,7 @@ class Environment(ABC):
 
     @classmethod
     def option_problems(cls, given: Mapping[str, Any]) -> list[str]:
-        """What is wrong with the names and types of the options ``given``, one line each."""
+        """List what is wrong with the names and types of the options ``given``, one line each."""
         declared = cls.options()
         problems = []
         for name, value in given.items():
@@ -183,7 +183,7 @@ class ConversationEnvironment(Environment):
         """See ``Environment.step``."""
 
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
-        """What a conversation of this one turn is worth."""
+        """Grade a conversation of this one turn."""
         turn = Turn(transcript.text, transcript.finish_reason, transcript.num_tokens, number=0, last=True)
         reward = self.step(task, None, turn).reward
         return self.reward_range[0] if reward is None else reward
@@ -222,7 +222,7 @@ class HarnessEnvironment(Environment):
         """
 
     def gold_turns(self, task: Task) -> Sequence[str | Message] | None:
-        """What the model says to one call after the other in a sample that earns the maximum reward, as text or as
+        """Return what the model says to one call after the other in a sample with the highest reward, as text or as
         assistant messages with ``tool_calls``; only the self-test asks."""
         return super().gold_turns(task)
 
@@ -248,7 +248,7 @@ class HarnessEnvironment(Environment):
 
 
 def fits(value: object, default: object) -> bool:
-    """Whether ``value`` may stand where the declared ``default`` does; only plain scalars are compared."""
+    """Return whether ``value`` may stand where the declared ``default`` does; only plain scalars are compared."""
     if type(default) not in (bool, int, float, str):
         return True
     if isinstance(default, float):

@@ -85,7 +85,7 @@ def start_child(module: str, environment: Mapping[str, str], **streams: Any) -> 
 
 
 def parent_channel() -> Connection:
-    """In a child: the channel that it was started with."""
+    """Return the channel that a child was started with."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     return Connection(descriptor)
@@ -104,7 +104,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """What descendants of this process leave behind becomes its child, and not that of the machine's first process."""
+    """Make orphans of this process's descendants its children, instead of the machine's first process's."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -204,7 +204,7 @@ def _how_it_ended(process: subprocess.Popen) -> str:
 
 
 def answer_parent(works: Mapping[str, Callable[..., Any]]) -> None:
-    """In the child of `run_in_child`: does that of ``works`` which is asked for, and ends whatever still runs then."""
+    """Do, in the child of `run_in_child`, the one of ``works`` that is asked for, and end whatever still runs then."""
     channel = parent_channel()
     request = receive(channel)
     die_with_parent(request["parent"])

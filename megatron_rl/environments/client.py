@@ -127,7 +127,7 @@ class EnvironmentClient:
         return [wire.demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
 
     def environments(self) -> tuple[wire.ServedEnvironment, ...]:
-        """What is served, in the order of the list; ``EnvironmentFault`` when the server does not say."""
+        """List what is served, in the order of the list; ``EnvironmentFault`` if the server does not say."""
         return tuple(map(wire.ServedEnvironment.from_json, self._get("/v1/environments")["items"]))
 
     def _fetch(self, environment: str, what: str, split: Split) -> Iterator[Any]:

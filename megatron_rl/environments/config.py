@@ -98,7 +98,7 @@ class EnvironmentSpec:
         return environment
 
     def served(self, environment: Environment) -> ServedEnvironment:
-        """What a run asks about ``environment``, which `create` made."""
+        """Describe ``environment``, which `create` made, for a run."""
         return ServedEnvironment(
             self.name, self.weight, environment.evaluation_only, environment.max_turns,
             isinstance(environment, HarnessEnvironment), self.eval_prompts, self.eval_samples,

@@ -81,7 +81,7 @@ class JudgeSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """From an environment's option; ``ValueError`` names what is wrong with it."""
+        """Read the settings from an environment's option; ``ValueError`` names what is wrong with it."""
         known = {each.name: each.default for each in fields(cls)}
         for name, value in given.items():
             if name not in known:
@@ -110,7 +110,7 @@ class JudgeSettings:
 
     @property
     def is_own(self) -> bool:
-        """Whether the model of the run judges."""
+        """Return whether the model of the run judges."""
         return self.url == POLICY
 
 
@@ -177,7 +177,7 @@ class Judge:
 
 
 def reader_of(verdict: str) -> Callable[[str], float]:
-    """How a judge's answer is read; the function raises for one that has no verdict.
+    """Return the function that reads a judge's answer; it raises if there is no verdict.
 
     Raises:
         ValueError: ``verdict`` is none of the three kinds.

@@ -118,7 +118,7 @@ def _module_names() -> list[str]:
 
 
 def is_listed(module: Path) -> bool:
-    """Whether ``module``, an ``__init__.py``, lies in the folder of environments."""
+    """Return whether ``module``, an ``__init__.py``, lies in the folder of environments."""
     package = _environments_package()
     return package is not None and os.path.realpath(module.parent.parent) in map(os.path.realpath, package.__path__)
 
@@ -196,7 +196,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def authors_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Where an error passed through code that is neither Python's nor this package's."""
+    """List where an error passed through code that is neither Python's nor this package's."""
     library, package = os.path.dirname(os.__file__), os.path.dirname(__file__)
     return [
         frame

@@ -131,7 +131,7 @@ def survey_list(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations:
 def survey(
     report: Report, path: str, skip: Collection[str] = (), demonstrations: bool = False
 ) -> list[dict[str, Any]]:
-    """What the checks of a run ask about each environment of a list; ``demonstrations`` includes theirs."""
+    """Collect what a run's checks ask about each environment of a list; ``demonstrations`` includes theirs."""
 
     def begin(where: str, name: str, doing: str) -> None:
         report(where, f"{where}: environment {shorten(name)}", doing)

@@ -43,7 +43,7 @@ def judge(environment: Environment, item: Item) -> Grade:
 
 
 def grade_or_failure(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
-    """What ``ask`` returns and whether it is right, or the result that says what it raised and where."""
+    """Return what ``ask`` returns and whether it is right, or the result that says what it raised and where."""
     try:
         result = ask()
         return result if result.failed else replace(result, correct=is_right(result, environment.reward_range))
@@ -81,7 +81,7 @@ def continuation_of(messages: object, state: object) -> Continuation:
 
 
 def is_right(grade: Grade, reward_range: tuple[float, float | None]) -> bool | None:
-    """What the environment says; else the verdict where it is one of the graders' own words, else whether the reward is
+    """Return what the environment says; else the verdict if it is one of the graders' words, else whether the reward is
     the highest there is.
 
     By the reward alone a wrong answer that gets a format reward might be right, and a right one whose length was

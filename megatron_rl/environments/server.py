@@ -63,13 +63,13 @@ class Health(Served):
 
 class Counters(Served):
     def get(self) -> dict[str, Any]:
-        """What the workers did; the process id tells of a restart, after which they begin at 0."""
+        """Report what the workers did; the process id shows a restart, after which counters begin at 0."""
         return {"pid": os.getpid(), "counters": self.service.counters()}
 
 
 class Environments(Served):
     def get(self, name: str = "") -> dict[str, Any]:
-        """What is served: all environments, or one."""
+        """Describe what is served: all environments, or one."""
         return self._shown(name) if name else {"items": [self._shown(each) for each in self.service.environments]}
 
     def _shown(self, name: str) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def serve(
 
 
 def _is_live(path: str) -> bool:
-    """Whether a server listens on that socket, and has not only left it behind."""
+    """Return whether a server listens on that socket, and has not only left it behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
 

@@ -49,7 +49,7 @@ class ServedEnvironment:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
-        """From the fields as JSON, among which there may be others."""
+        """Read the fields from JSON, which may have others."""
         known = {each.name: row[each.name] for each in fields(cls)}
         return cls(**known | {"chat": ChatFormat(**row["chat"])})
 

@@ -80,7 +80,7 @@ class _Grading:
         self._workers: list[_Worker] = []
 
     def run(self) -> None:
-        """Until the pool closes its channel, which raises ``EOFError``."""
+        """Work until the pool closes its channel, which raises ``EOFError``."""
         while True:
             busy = [worker for worker in self._workers if worker.job is not None]
             ends = min((worker.ends for worker in busy), default=None)
@@ -197,7 +197,7 @@ class _Worker:
             send(self.channel, job["request"])
 
     def is_late(self) -> bool:
-        """Whether the deadline has passed; it is put off for a worker that waits for a processor."""
+        """Return whether the deadline has passed; it is put off for a worker that waits for a processor."""
         now, deadline = time.monotonic(), self.job["deadline_s"]
         if now < self.ends:
             return False
@@ -210,7 +210,7 @@ class _Worker:
         return True
 
     def result(self) -> Grade:
-        """What the worker answers, or that it is late or dead."""
+        """Return what the worker answers, or that it is late or dead."""
         try:
             if not self.channel.poll(0):
                 what = "grade" if self.folder is None else "reward"

@@ -121,7 +121,7 @@ class WorkerPool:
         return [future.result() for future in asked.values()]
 
     def counters(self) -> dict[str, int]:
-        """How often something went wrong since the start, and how many requests were served."""
+        """Count what went wrong since the start, and the requests served."""
         return dict(self._counts)
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class Engine(Protocol):
         """True while submitted groups have not come back."""
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        """What the first sample of each unfinished ``wanted`` request has drawn so far, to be shown meanwhile.
+        """Return the tokens so far of the first sample of each unfinished ``wanted`` request, to be shown.
 
         A read of the device more, where there is one. Empty of an engine that tells only what is complete. One rank of
         a model copy may ask alone.

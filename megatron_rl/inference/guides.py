@@ -77,7 +77,7 @@ class Guide:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the bias never changes."""
+        """Return whether the bias never changes."""
         return self.holds_until(0) == FOR_EVER
 
     def holds_until(self, num_drawn: int) -> int:

@@ -98,7 +98,7 @@ class Cache(ABC):
         self.routing = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `slot_mapping`, but one place a token whatever its heads; to be given to `write_routing`."""
+        """Map slots as `slot_mapping` does, but one place per token whatever its heads, for `write_routing`."""
         return self.slot_mapping(rows, positions)
 
     def write_routing(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:

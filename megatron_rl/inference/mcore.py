@@ -184,7 +184,7 @@ class _NoEventLoop:
         return self
 
     def set_result(self, _result: object) -> None:
-        """Also the future of every request."""
+        """Resolve the future of every request too."""
 
     def create_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         coroutine.close()

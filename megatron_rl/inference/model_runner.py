@@ -208,7 +208,7 @@ class ModelRunner:
         return None
 
     def _draws(self, chunk: int) -> bool:
-        """Whether the chunk is the model's last one."""
+        """Return whether the chunk is the model's last one."""
         return self._messages.is_last and chunk == len(self._chunks) - 1
 
     # -- what computes each step: eager, or by graphs ------------------------------------------

@@ -303,7 +303,7 @@ class RolloutEngine(Engine):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it is amid a step."""
+        """Return whether it is amid a step."""
         return self._paused is not None
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:

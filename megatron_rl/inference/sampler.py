@@ -114,7 +114,7 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors) -
 def draw_by_columns(
     logits: torch.Tensor, numbers: torch.Tensor, temperature: torch.Tensor | None, greedy: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In plain torch; arguments and results as of `sampling_kernel.draw_by_chunks`."""
+    """Sample in plain torch; arguments and results as of `sampling_kernel.draw_by_chunks`."""
     if temperature is not None:
         logits = logits / temperature[:, None]
     # In place: on a CPU a third fresh buffer of [N, V] costs more in page faults than in additions.

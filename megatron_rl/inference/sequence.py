@@ -67,7 +67,7 @@ class Sequence:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the host has to see its tokens before it ends."""
+        """Return whether the host has to see its tokens before it ends."""
         params = self.request.sampling
         return bool(params.stop or params.stop_token_ids or (self.guide is not None and not self.guide.is_constant))
 
@@ -158,7 +158,7 @@ class SequenceGroup:
 
     @property
     def open_sequences(self) -> list[Sequence]:
-        """Those that are not finished."""
+        """Sequences that are not finished."""
         return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
 
     def completed(self, policy_version: int) -> Completed:

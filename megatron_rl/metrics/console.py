@@ -209,7 +209,7 @@ def print_table(stream: TextIO, headers: Sequence[str], rows: Sequence[Sequence[
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether lines may be drawn and erased."""
+    """Return whether lines may be drawn and erased."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

@@ -152,7 +152,7 @@ class TextSample:
 
     @property
     def heading(self) -> str:
-        """What it is a sample of."""
+        """Say what it is a sample of."""
         return f"{self.which} group | {self.environment} {shorten(self.task_id, 60, 0)}"
 
     @property

@@ -118,7 +118,7 @@ class RunDirectory:
         return rows[-1]["step"] if rows else None
 
     def holds_run(self) -> bool:
-        """Whether there is something to lose. A start that failed before its first step is nothing."""
+        """Return whether there is something to lose. A start that failed before its first step is nothing."""
         if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.glob("[!.]*"))):
             return True
         return self.facts.exists() and self.read_facts().get("status") != "failed"

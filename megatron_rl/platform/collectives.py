@@ -110,23 +110,23 @@ class StageMessages:
         self.is_first, self.is_last = groups.stage == 0, groups.stage == len(ranks) - 1
 
     def send(self, tensor: torch.Tensor) -> None:
-        """To the next stage, from the last one to the first."""
+        """Send to the next stage, from the last one to the first."""
         self._keep(dist.isend(tensor, self._next, group=self._to_next), tensor)
 
     def receive(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """From the stage before."""
+        """Receive from the previous stage."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         dist.recv(tensor, self._previous, group=self._from_previous)
         return tensor
 
     def send_drawn(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """From the last stage: ids int64 and log-probs fp32 of one shape; every stage calls `receive_drawn` for it."""
+        """Send from the last stage ids int64 and log-probs fp32 of one shape; every stage calls `receive_drawn`."""
         self._own.append((tokens, logprobs))
         both = torch.stack((tokens.int(), logprobs.view(torch.int32)))
         self._keep(dist.broadcast(both, self._last, group=self._stages, async_op=True), both)
 
     def receive_drawn(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the last stage has said next: ids int64 and log-probs fp32, bit by bit."""
+        """Receive what the last stage sent next: ids int64 and log-probs fp32, bitwise."""
         if self.is_last:
             return self._own.popleft()
         both = torch.empty(2, *shape, dtype=torch.int32, device=self._device)

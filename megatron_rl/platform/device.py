@@ -32,7 +32,7 @@ class Platform:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """Of the GPU; None on a CPU."""
+        """Compute capability of the GPU; None on a CPU."""
         return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
 
     def synchronize(self) -> None:
@@ -79,14 +79,14 @@ def gain_of_bf16(tokens: int = 512, repeats: int = 5) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that an allocation failed, on the device or on the host."""
+    """Return whether ``error`` means that an allocation failed, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def reason_of(error: BaseException) -> str:
-    """What the allocator said, on one line."""
+    """Return what the allocator said, on one line."""
     text = " ".join(str(error).split())
     text = text.rpartition("DefaultCPUAllocator: ")[2]
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 4].rstrip() + " ..."
@@ -106,14 +106,14 @@ class DeviceMemory:
         self._sharers = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 
     def free(self) -> int:
-        """What can be allocated now: free, or cached by torch's allocator."""
+        """Return the bytes that can be allocated now: free, or cached by torch's allocator."""
         if not self._on_cuda:
             return host_available() // self._sharers
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + cached
 
     def allocated(self) -> int | None:
-        """In tensors now; None on a host, where nobody counts."""
+        """Return the bytes in tensors now; None on a host, where nobody counts."""
         return torch.cuda.memory_allocated(self._device) if self._on_cuda else None
 
     def peak(self) -> int | None:

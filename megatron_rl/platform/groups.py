@@ -88,7 +88,7 @@ class ParallelGroups:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def part_of(self, parameter: Parameter) -> int:
-        """Which of the parts of a parameter this rank has, from 0."""
+        """Return which part of a parameter this rank has, from 0."""
         return (self.experts.tensor if parameter.is_of_an_expert else self.tensor_group).rank()
 
     @property

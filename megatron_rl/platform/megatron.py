@@ -28,7 +28,7 @@ VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
 
 
 def submodules_of(builder: Any) -> Any:
-    """Of a `ModuleSpec`, or from 0.17 on of the partial that stands in its place."""
+    """Return the submodules of a `ModuleSpec`, or from 0.17 on of the partial that replaces it."""
     return builder.keywords["submodules"] if isinstance(builder, functools.partial) else builder.submodules
 
 
@@ -120,12 +120,12 @@ def shard_writer() -> str:
 
 
 def must_write_here() -> bool:
-    """Whether megatron-core would fork a process that uses CUDA, for every save: see `checkpoint.saving`."""
+    """Return whether megatron-core would fork a process that uses CUDA, for every save: see `checkpoint.saving`."""
     return VERSION < (0, 17) and torch.cuda.is_available()
 
 
 def write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
-    """As ``write_preloaded_data_multiproc`` of 0.16, but one file after the other, and without processes."""
+    """Write like ``write_preloaded_data_multiproc`` of 0.16, but one file after the other, and without processes."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
 
     del use_msc, rank
@@ -267,7 +267,7 @@ def remake_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
 
 
 def pipeline_settings(stages: Stages, dtype: torch.dtype, is_cuda: bool) -> dict[str, Any]:
-    """Of the `TransformerConfig`: who has which layers, and how stages hand over what they computed."""
+    """Return the `TransformerConfig` fields for pipeline stages: layers of each stage, and how they communicate."""
     interleaved = stages.chunks > 1
     return {
         "num_layers_in_first_pipeline_stage": stages.first,

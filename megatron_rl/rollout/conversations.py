@@ -118,7 +118,7 @@ class Conversations:
         return self._waiting > 0
 
     def goes_on(self, request: Request) -> bool:
-        """Whether the request is of an environment that replies."""
+        """Return whether the request is of an environment that replies."""
         return self._most_turns(request) > 1
 
     def take_up(self, request: Request, of_harness: bool) -> bool:

@@ -200,7 +200,7 @@ class Quota(Goal):
 
     @property
     def num_needed(self) -> int:
-        """How many of the first groups it takes to have all that count; all of them where there are too few."""
+        """Return how many of the first groups contain all that pass; all of them if there are too few."""
         return self._needed(self.states)
 
     def _needed(self, states: list[int]) -> int:
@@ -216,7 +216,7 @@ class Quota(Goal):
 
 
 def counts_in(counts: Callable[[Tensor], bool], group: RolloutGroup) -> bool:
-    """Whether a group counts by the `GroupFilter` ``counts``: by its rewards, or its verdicts where all have one."""
+    """Return whether a group passes the `GroupFilter` ``counts``: by its rewards, or its verdicts if all have one."""
     verdicts = [grade.correct for grade in _grades(group)]
     if measure_of(counts) == "rewards" or None in verdicts:
         return counts(graded_rewards(group))

@@ -157,7 +157,7 @@ class Evaluator:
 
 
 def rightness_is_known(score: _TaskScore) -> bool:
-    """Whether pass@k is known. Rewards outside the range of their environment say that it is not theirs, unless the
+    """Return whether pass@k is known. Rewards outside the environment's range say that it is not theirs, unless the
     highest of them is a right answer's all the same: then it is a punishment that nobody has declared."""
     return not score.untold.any() or bool(score.best_is_right[score.best_reward.argmax()])
 
@@ -180,7 +180,7 @@ def _shares_of_right(score: _TaskScore, ks: Sequence[int]) -> dict[str, float]:
 
 
 def majority_is_correct(graded: Sequence[Rollout]) -> bool:
-    """Whether the answer that most samples gave is right; of equally frequent ones the first given counts.
+    """Return whether the answer that most samples gave is right; of equally frequent ones the first given counts.
 
     Samples without an answer do not vote. Answers are compared as the grader extracted them: two spellings of
     one number are two answers.
@@ -193,8 +193,8 @@ def majority_is_correct(graded: Sequence[Rollout]) -> bool:
 
 
 def confidence(by_task: numpy.ndarray, samples: float) -> float:
-    """How far a mean over two tasks or more is from the farther end of its 95 % interval: Wilson's (1927), which keeps
-    a width where all tasks score alike.
+    """Return how far a mean over two or more tasks is from the far end of its 95 % interval: Wilson's (1927), which
+    keeps a width where all tasks score alike.
 
     It is of a number of independent draws. Each task is one where its samples succeed and fail together, each of the
     ``samples`` where they do not; between these the spread over tasks decides.

@@ -83,7 +83,7 @@ class Harnesses:
         return bool(self._open)
 
     def leads(self, request: Request) -> bool:
-        """Whether the request is of a harness."""
+        """Return whether the request is of a harness."""
         return request.source.environment in self._settings.environments
 
     def start(self, request: Request) -> None:

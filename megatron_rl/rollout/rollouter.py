@@ -45,7 +45,7 @@ class Goal:
         return done
 
     def is_met(self, finished: Mapping[int, RolloutGroup], idle: bool) -> bool:
-        """Whether the rollout ends; ``idle`` says that nothing is left to generate or to grade here.
+        """Return whether the rollout ends; ``idle`` says that nothing is left to generate or to grade here.
 
         ``finished`` are this replica's groups. Collective among the ranks that step together.
         """

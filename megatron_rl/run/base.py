@@ -199,7 +199,7 @@ def build_quantization(
 
 
 def warn_of_range(served: ServedEnvironment, metrics: Mapping[str, float]) -> None:
-    """Where the environment declares a highest reward, and an evaluation could not go by it."""
+    """Warn if the environment declares a highest reward and an evaluation could not use it."""
     lowest, highest = served.reward_range
     graded, has_pass = (f"val/{served.name}/{measure}" in metrics for measure in ("reward", "pass@1"))
     if highest is not None and graded and not has_pass:

@@ -56,7 +56,7 @@ class EnvironmentAccess:
         ]
 
     def conversations(self, max_sequence_length: int) -> ConversationSettings:
-        """How often the model may speak in each environment."""
+        """Return how many turns the model has in each environment."""
         max_turns = {spec.name: spec.max_turns for spec in self.served}
         return ConversationSettings(max_turns, max_sequence_length)
 

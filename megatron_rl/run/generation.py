@@ -36,7 +36,7 @@ def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tup
 
 
 def request_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
-    """How answers are drawn, and how long a sequence may become."""
+    """Build the factory of requests: how answers are sampled, and how long a sequence may become."""
     flags, (_, stop) = config.rollout, stop_strings(config, tokenizer)
     sampling = SamplingParams(
         flags.rl_temperature, flags.rl_top_k, flags.rl_top_p, max_new_tokens=flags.rl_max_new_tokens, stop=stop
@@ -122,7 +122,7 @@ def build_rollouter(run: Run, engine: Engine) -> Rollouter:
 
 
 def serve_harnesses(run: Run) -> HarnessSettings | None:
-    """How this rank takes part in the samples of harnesses; None where the run has none.
+    """Build this rank's part in the samples of harnesses; None if the run has none.
 
     The leader of each copy of the model gets an endpoint, which is closed at the end of the run.
 
@@ -160,7 +160,7 @@ def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence
 
 
 def build_evaluator(run: Run, rollouter: Rollouter) -> Evaluator:
-    """Of the first held-out tasks of every environment whose prompts fit."""
+    """Build the evaluation of the first held-out tasks of every environment whose prompts fit."""
     settings, factory = run.config.environment, evaluation_factory(run.config, run.tokenizer)
     tasks = run.environments.held_out_tasks(settings.rl_prompts_per_eval, run.tokenizer, factory.max_prompt_tokens)
     asked = {served.name: served.eval_samples for served in run.environments.served}

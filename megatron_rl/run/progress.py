@@ -95,7 +95,7 @@ def note_signal(progress: Progress, metrics: Mapping[str, float], config: RLConf
 
 
 def likely_reason(metrics: Mapping[str, float], config: RLConfig) -> str:
-    """What a step without reward variance looked like, and what to do about it."""
+    """Say what a step without reward variance looked like, and what to do about it."""
     if "critic/rewards/mean" not in metrics:
         return f"all {metrics.get('training/failed_grades', 0):.0f} grades failed: see logs/ of the run directory"
     low, high = metrics["critic/rewards/min"], metrics["critic/rewards/max"]

@@ -320,7 +320,7 @@ def parameter_norm(policy: PolicyModel, groups: ParallelGroups) -> float:
 
 
 def active_parameters(policy: PolicyModel, groups: ParallelGroups) -> float:
-    """Of the whole model, those that a token meets: of the experts as many as it is sent to; collective."""
+    """Count the parameters of the whole model that a token uses: of the experts those it is sent to; collective."""
     experts, chosen = policy.config.num_moe_experts or 1, policy.config.moe_router_topk
     met = {True: chosen / experts, False: 1.0}
 

@@ -73,7 +73,7 @@ class RLRun(TrainingRun):
     """
 
     def committed(self, step: int) -> None:
-        """What a checkpoint covers need not be in the journal."""
+        """Drop from the journal what a checkpoint covers."""
         if self.journal is not None:
             self.journal.forget(step)
 
@@ -98,7 +98,7 @@ class RLRun(TrainingRun):
         return self.journal.open(step, header, self.collector.extra_groups)
 
     def checked_parity(self, step: int, updates: Updates, rewards: StepRewards) -> dict[str, float] | None:
-        """What the parity gate logs where it is due; None where the step is to be done again. Collective."""
+        """Return what the mismatch check logs if it is due; None if the step is to be repeated. Collective."""
         if not self.parity.is_due(step):
             return {}
         with self.phases.update(), self.timer.phase("parity"):
@@ -108,7 +108,7 @@ class RLRun(TrainingRun):
     def step_metrics(
         self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome
     ) -> dict[str, float]:
-        """Of a step that is done; its rollouts count from now on. Collective."""
+        """Collect the metrics of a finished step; its rollouts count from now on. Collective."""
         replicas, signal = self.groups.rollout_group, rewards.informative[list(rollouts.numbers)].tolist()
         return {
             **rollout_metrics(list(rollouts.answered.values()), replicas),
@@ -211,7 +211,7 @@ def build_teacher(base: Run, states: StateRegistry) -> Teacher | None:
 
 
 def build_advantage(config: RLConfig) -> Function:
-    """That of the rewards, and of the teacher where it is part of the advantage."""
+    """Build the advantage of the rewards, and of the teacher if it is part of the advantage."""
     advantage, teacher = advantage_of(config), config.teacher
     if not config.wants_teacher:
         return advantage

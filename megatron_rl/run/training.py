@@ -56,12 +56,12 @@ class TrainingRun(Run):
         """Called on the main rank once a checkpoint of ``step`` counts."""
 
     def is_due(self, interval: int | None) -> bool:
-        """Whether what happens after every ``interval`` steps, and after the last one, happens now."""
+        """Return whether what happens after every ``interval`` steps, and after the last one, happens now."""
         step = self.progress.step
         return step == self.config.total_steps or (interval is not None and step % interval == 0)
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation is the best so far by `--keep-best`; collective.
+        """Return whether an evaluation is the best so far by `--keep-best`; collective.
 
         Rank 0 decides: the other ranks of a model copy have no verdicts, and a save wants all of them.
         """

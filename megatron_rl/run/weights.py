@@ -138,7 +138,7 @@ def read_first_weights(
 
 
 def end_tokens_of(origin: StartingWeights) -> Sequence[int]:
-    """What ended an answer in the run that the weights are of."""
+    """Return the end tokens of the run that the weights are from."""
     return read_run_state(Path(origin.path)).model.end_token_ids if origin.kind == "checkpoint" else ()
 
 

@@ -117,7 +117,7 @@ def whitened(updates: Updates, groups: ParallelGroups, device: torch.device, eps
 
 
 def value_metrics(updates: Updates, groups: ParallelGroups, device: torch.device) -> dict[str, float]:
-    """What the critic knew before its updates, over the step's loss tokens; collective.
+    """Measure the critic before its updates, over the step's loss tokens; collective.
 
     The explained variance is 1 - var(R - V) / var(R): 1 of a perfect critic, 0 of one that says the mean, below of a
     worse one; also 0 where all returns are equal.

@@ -101,7 +101,7 @@ def prompt_pieces(
 
 
 def prompt_of(sample: Sample) -> tuple[int, int]:
-    """What tells the prompt of a sample from others, and how many of its tokens may be computed once.
+    """Return the key of a sample's prompt, and how many of its tokens may be computed once.
 
     All but its last token, at which the first token of the answer is predicted.
     """
@@ -111,7 +111,7 @@ def prompt_of(sample: Sample) -> tuple[int, int]:
 
 
 def skipped_tokens(samples: Sequence[Sample]) -> list[int]:
-    """How many tokens each sample begins with that the one before it has, too, and whose next token is the same.
+    """Count the first tokens of each sample that the one before it has too, and whose next token is the same.
 
     Tokens that were recorded with other experts are not the same.
     """

@@ -55,7 +55,7 @@ class ParityReport:
     problems: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """For the log."""
+        """Write the lines for the log."""
         m = self.metrics
         if not m:
             return []
@@ -94,7 +94,7 @@ class ParityGate:
         self._checked: str | None = None
 
     def is_due(self, step: int) -> bool:
-        """Before the first update with a recipe, and every `--rl-mismatch-interval` steps; 0 is never again."""
+        """Return true before the first update with a recipe, and every `--rl-mismatch-interval` steps."""
         return self._checked != self._quantization.recipe or self._is_at_interval(step)
 
     def _is_at_interval(self, step: int) -> bool:
@@ -123,7 +123,7 @@ class ParityGate:
         return ParityReport(self._format, tokens, metrics, self._problems(metrics))
 
     def logged(self, step: int, report: ParityReport) -> dict[str, float]:
-        """What goes into the step's row: not that of the check after a restart, which an undisturbed run has not."""
+        """Return what goes into the step's row: not the check after a restart, which an undisturbed run has not."""
         return report.metrics if step == 1 or self._is_at_interval(step) else {}
 
     def act_on(self, report: ParityReport) -> bool:
@@ -151,7 +151,7 @@ class ParityGate:
         return True
 
     def judge_correction(self, metrics: Mapping[str, float]) -> None:
-        """After a step's updates: has the correction done what it is for? ``metrics`` are the step's.
+        """Check after a step's updates that the correction worked; ``metrics`` are the step's.
 
         Raises:
             TrainingError: it makes the mismatch larger and the action is not to warn.

@@ -166,7 +166,7 @@ class PrecisionAwareAdamW(torch.optim.Optimizer):
                 form.write(values[piece], stored, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would make fp32 numbers of the moments."""
+        """Load as torch does, without making fp32 numbers of the moments."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, state in state_dict["state"].items():

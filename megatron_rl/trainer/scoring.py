@@ -36,11 +36,11 @@ class PackedForward:
 
     @property
     def device(self) -> torch.device:
-        """Where the results lie."""
+        """Device of the results."""
         return self._policy.device
 
     def balance_metrics(self) -> dict[str, float]:
-        """How busy experts were in the passes with gradients since the last call; collective over the job."""
+        """Measure how busy experts were in the passes with gradients since the last call; collective over the job."""
         return {} if self._balance is None else self._balance.metrics()
 
     def update(
@@ -71,7 +71,7 @@ class PackedForward:
         return list(values)
 
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-        """What the model gives of this rank's share of the tokens, [W, ..]; a chunk that is not the last, what the next
+        """Compute the output for this rank's share of the tokens, [W, ..]; a chunk that is not the last, what the next
         takes. ``model`` is one of the policy's chunks or its DDP wrapper.
         """
         policy, packing = self._policy, batch.packing
@@ -122,7 +122,7 @@ class Scorer(PackedForward):
         self._fused = fused
 
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-        """What `select` takes: logits ``[W, V / tensor ranks]``, or fused the hidden states ``[W, H]``."""
+        """Compute what `select` takes: logits ``[W, V / tensor ranks]``, or fused the hidden states ``[W, H]``."""
         head = self._policy.chunks[-1]
         skips = self._fused and head.post_process
         with _without_product(head.output_layer) if skips else contextlib.nullcontext():
@@ -158,7 +158,7 @@ class Scorer(PackedForward):
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Of each batch, without gradient, by the same forward pass that training uses.
+        """Compute the log-probs of each batch, without gradient, by the same forward pass that training uses.
 
         On every stage; collective over them. What batches must be, `through_schedule` says.
         """
@@ -170,7 +170,7 @@ class Scorer(PackedForward):
 
     @torch.no_grad()
     def logprobs_and_top(self, batches: Sequence[TokenBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Also the likeliest next token after every position, [T] int64 each, of the real vocabulary."""
+        """Compute the top next token after every position too, [T] int64 each, of the real vocabulary."""
 
         def read(logits: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
             top = self._top(logits)

@@ -101,7 +101,7 @@ class SupervisedTrainer:
         return TrainOutcome(metrics, [micro_batches], outcomes)
 
     def loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        """Of what `Scorer.forward` gives; the denominator is the answer tokens."""
+        """Compute the loss from what `Scorer.forward` returns; the denominator is the answer tokens."""
         logprobs = self.scorer.select(output, batch).current_logprobs
         total = -(logprobs * batch.loss_mask).sum()
         tokens = batch.loss_mask.sum()

@@ -58,7 +58,7 @@ class Teacher:
             release(storage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it was read and what it is: no weights."""
+        """Return where it was read and its fingerprint, without weights."""
         return {"path": self._path, "weights": self._weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ class TrainOutcome:
 
     @property
     def applied_updates(self) -> int:
-        """Of the policy."""
+        """Updates of the policy that were applied."""
         return sum(one.applied for one in self.of_policy)
 
     @property
@@ -46,7 +46,7 @@ class TrainOutcome:
 
     @property
     def skipped_updates(self) -> int:
-        """Of both, left out because their gradient was not finite."""
+        """Updates of both that were skipped because their gradient was not finite."""
         return sum(one.skipped for one in (*self.of_policy, *self.of_critic))
 
 

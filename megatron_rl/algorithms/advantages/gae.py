@@ -81,7 +81,7 @@ class Advantage(Extension):
 
 
 def next_written(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """For each token the index of the next loss token of its sequence, and whether there is one: [T] int64 and bool.
+    """Return each token's next loss token in its sequence, and whether there is one: [T] int64 and bool.
 
     Where there is none the index is any valid one.
     """

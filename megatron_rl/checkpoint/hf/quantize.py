@@ -74,11 +74,11 @@ class TargetFormat:
     powers_of_two: bool = False
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Of a weight [rows, columns]."""
+        """Return the shape of the scales of a weight [rows, columns]."""
         return (rows, 1) if self.number else (-(-rows // TILE), -(-columns // TILE))
 
     def quantization_config(self, skipped: Sequence[str]) -> dict[str, Any]:
-        """For ``config.json``; ``skipped`` are the modules left in full precision."""
+        """Write the entry of ``config.json``; ``skipped`` are the modules left in full precision."""
         if self.number is not None:
             return self._compressed_tensors(self.number, skipped)
         config: dict[str, Any] = {

@@ -248,7 +248,7 @@ class DatasetEnvironment(Environment):
 
     @property
     def before_answer(self) -> str:
-        """What a model has to write before its answer counts."""
+        """Return what a model has to write before its answer counts."""
         return END_OF_THOUGHT if self._thinking else ""
 
 

@@ -57,7 +57,7 @@ def processor_time(seconds: float) -> Iterator[None]:
 
 
 def too_deep(answer: str) -> bool:
-    """Whether brackets nest deeper than any answer needs."""
+    """Return whether brackets nest deeper than any answer needs."""
     depth = 0
     for sign in answer:
         depth = max(depth + (sign in _OPENING) - (sign in _CLOSING), 0)
@@ -72,7 +72,7 @@ def text_of_short_formulas(prose: str, longest: int) -> str:
 
 
 def too_large(expression: Any) -> bool:
-    """Whether a number of a parsed expression is beyond the bounds; False for what is only text."""
+    """Return whether a number of a parsed expression is beyond the bounds; False for what is only text."""
     try:
         bits(expression)
     except (TooLarge, RecursionError, OverflowError):

@@ -161,7 +161,7 @@ def _parsed_tex(answer: str) -> list[Any]:
 
 
 def _is_prose(answer: str) -> bool:
-    """Whether the answer is a sentence to be searched rather than one expression."""
+    """Return whether the answer is a sentence to be searched rather than one expression."""
     if _MATH.search(_without_delimiters(answer)):
         return True
     return _has_words(answer) and len(_TEX_WORD.sub(" ", answer).split()) > 1
@@ -204,7 +204,7 @@ def _compared(found: Any, wanted: list[Any]) -> Any:
 
 
 def _same(gold: list[Any], parsed: list[Any]) -> bool:
-    """Whether an answer that has too large numbers to compare is the gold answer as it stands: nothing is computed."""
+    """Return whether an answer with too large numbers to compare equals the gold answer as text, without computing."""
     return any(wanted == found for wanted in gold for found in parsed if not isinstance(found, str))
 
 

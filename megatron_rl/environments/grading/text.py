@@ -69,7 +69,7 @@ def last_boxes(text: str) -> list[str]:
 
 
 def _connects(between: str) -> bool:
-    """Whether two boxes with this between them are one answer; a line break alone starts another."""
+    """Return whether two boxes with this between them are one answer; a line break alone starts another."""
     return len(between) < 400 and bool(_BETWEEN_BOXES.fullmatch(between) and _CONNECTOR.search(between))
 
 

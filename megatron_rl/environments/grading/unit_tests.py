@@ -94,7 +94,7 @@ class Tests:
 
     @property
     def by_program(self) -> bool:
-        """Whether each input is one of a program of its own."""
+        """Return whether each input is one of a program of its own."""
         return bool(self.expected) and not self.function
 
 

@@ -44,7 +44,7 @@ class Execution:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it came to its end without an error."""
+        """Return whether it came to its end without an error."""
         return self.exit_code == 0 and not self.why
 
 

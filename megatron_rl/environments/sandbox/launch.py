@@ -206,7 +206,7 @@ def _write(name: str, text: str) -> None:
 
 
 def _is_mapped(user: int) -> bool:
-    """Whether the number exists in this process's own user namespace."""
+    """Return whether the number exists in this process's own user namespace."""
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     return any(first <= user < first + count for first, _, count in ranges)

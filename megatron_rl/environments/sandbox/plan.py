@@ -125,7 +125,7 @@ class Plan:
     environment: Mapping[str, str]
 
     def encoded(self) -> bytes:
-        """As the launcher, which has the same Python, reads it: length in 8 bytes, and then ``marshal``."""
+        """Encode it for the launcher, which has the same Python: length in 8 bytes, and then ``marshal``."""
         data = marshal.dumps(asdict(self))
         return len(data).to_bytes(8, "little") + data
 

@@ -50,7 +50,7 @@ class Parser(ABC):
 
     @abstractmethod
     def writes(self, template: str) -> bool:
-        """Whether a chat template shows calls in this form; no two parsers may claim one."""
+        """Return whether a chat template shows calls in this form; no two parsers may claim one."""
 
     @abstractmethod
     def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:

@@ -107,7 +107,7 @@ class CacheResidency:
 
     @property
     def is_released(self) -> bool:
-        """Whether it has left."""
+        """Return whether it has left."""
         return any(storage.nbytes() != size for storage, size in self._storages)
 
     @property

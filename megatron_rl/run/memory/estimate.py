@@ -102,12 +102,12 @@ class Estimate:
 
     @property
     def for_rollouts(self) -> int:
-        """What an update has beside its own, and can give up: KV cache, quantised copies, weights set aside."""
+        """Bytes that are not the update's own and can be released: KV cache, quantised copies, weights set aside."""
         return self.kv_cache.update + self.quantized.update + self.weights_aside
 
     @property
     def passing(self) -> int:
-        """What comes and goes in an update: activations and logits of the policy or, before it, the teacher's pass."""
+        """Temporary bytes of an update: activations and logits of the policy or, before it, the teacher's pass."""
         visits = self.teacher.update - self.teacher.rollout + self.teacher_pass.update
         return max(self.activations.update + self.training_logits.update, visits)
 
@@ -200,7 +200,7 @@ def _cache_slots(config: RLConfig) -> int:
 
 
 def size_problems(config: RLConfig, world_size: int) -> list[Problem]:
-    """What fits no machine at all; a device's own memory is the run's to find out.
+    """Find what fits no machine at all; a device's own memory is checked by the run.
 
     For a configuration without other problems. The KV cache counts with one sequence: it takes what is there.
     The tokenizer's vocabulary does not count unless `--vocab-size` says it: reading it takes longer than it matters.

@@ -319,7 +319,7 @@ class Training:
         self._reported = text
 
     def leave_weights(self) -> None:
-        """Those that have quantised copies, made by now."""
+        """Release the weights that have quantised copies, made by now."""
         if unread := self._unread:
             self.weights.leave(unread)
 

@@ -37,7 +37,7 @@ def preflight(config: RLConfig, is_run: bool = True) -> list[Problem]:
 
 
 def extension_problems(config: RLConfig) -> tuple[RLConfig, list[Problem]]:
-    """What is wrong with extensions that flags name, imported and called once, and the configuration without those.
+    """Find what is wrong with extensions that flags name, called once, and the configuration without those.
 
     Those of files outside the library run in a process of their own, as environments do: a crash there ends no check.
     """

@@ -27,7 +27,7 @@ _MEMORY_BYTES = 2**30
 
 
 def chat_format(config: RLConfig) -> ChatFormat:
-    """What the flags say of chats.
+    """Return what the flags say about chats.
 
     Raises:
         ConfigError: the template cannot be read, the variables are no JSON object, or there is no such parser of calls.
@@ -61,7 +61,7 @@ def chat_format(config: RLConfig) -> ChatFormat:
 
 
 def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokenizer) -> Iterator[Problem]:
-    """What would have no effect, and templates that cannot render a chat of the environments that have some."""
+    """Find settings without effect, and templates that cannot render the environments' chats."""
     chats = [item for item in found if item.first_chat is not None]
     yield from _without_effect(config, found)
     own = tokenizer.formatting(by_environment={item.name: item.chat for item in found})

@@ -75,7 +75,7 @@ def _stop_strings(config: RLConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
 
 
 def hugging_face_problems(config: RLConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
-    """What the headers of the files of `--load-hf` tell; and whether the tokenizer is the model's."""
+    """Check the headers of the files of `--load-hf`, and whether the tokenizer is the model's."""
     directory, rows = config.checkpoint.load_hf, config.tokenizer.vocab_size
     model, found = None, []
     with contextlib.suppress(ConfigError):  # already reported when the flags were read
@@ -96,7 +96,7 @@ def hugging_face_problems(config: RLConfig, tokenizer: Tokenizer | None) -> Iter
 
 
 def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
-    """What is wrong with the list, every environment on it and all of their tasks."""
+    """Find what is wrong with the list, its environments and all of their tasks."""
     problems: list[Problem] = []
     path = config.environment.langrl_env_config
     if path is None:

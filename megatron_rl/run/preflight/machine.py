@@ -125,7 +125,7 @@ def backend_problems(config: RLConfig) -> list[Problem]:
 
 
 def is_for_other_machines(config: RLConfig) -> bool:
-    """With --check-world-size nobody can ask the run's devices."""
+    """Return whether --check-world-size is set: the run's devices cannot be asked then."""
     return config.training.check and config.training.check_world_size is not None
 
 
@@ -161,7 +161,7 @@ def transformer_engine_problems(config: RLConfig) -> list[Problem]:
 
 
 def recipe_problems(config: RLConfig) -> list[Problem]:
-    """What an estimate asks: names and shapes."""
+    """Check names and shapes, which an estimate needs."""
     name = config.quantization.rl_rollout_quantization
     if ":" not in name and name.replace("-", "_") not in RECIPES.names():
         text = f": there is no such recipe; use one of {', '.join(RECIPES.names())}"

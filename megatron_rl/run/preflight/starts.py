@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags n
 
 
 def resumes(config: RLConfig) -> bool:
-    """Whether the run continues what its own directory holds, if it holds something.
+    """Return whether the run continues what its own directory holds, if it holds something.
 
     Either that was asked for, or `--load` names `--save`, with `--finetune` too: that is for the first start.
     """

@@ -32,7 +32,7 @@ _MASK = "put torch.where(batch.in_loss, ..., 0.0) around what you compute with a
 def call_own(
     report: Callable[[str, str, str], None], values: Mapping[str, Any], fields: Collection[str], skip: Collection[str]
 ) -> dict[str, list[str]]:
-    """In the process: the problems of the extensions that ``fields`` name, but those to ``skip``; by field."""
+    """Return the problems of the extensions that ``fields`` name, by field, without those to ``skip``."""
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     config, found = RLConfig().with_values(**values), {}
     for flag in (flag for flag in all_flags() if flag.name in fields and flag.name not in skip):
