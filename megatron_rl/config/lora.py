@@ -68,3 +68,5 @@ def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "expert_tensor_parallel_size", (
             f"with adapters of experts is not built; use 1 or {parallel.tensor_model_parallel_size}"
         )
+    if of_experts and config.model.add_bias_linear:  # gpt-oss: PEFT has no names for matrices in a stack
+        yield "lora_targets", "has experts with biases, whose adapters are not built; use --lora-targets attention"

@@ -47,6 +47,7 @@ def test_the_kernel_that_knows_neither_bound_nor_offset_is_passed_over() -> None
         ({"transformer_impl": "transformer_engine"}, "--quick-geglu"),
         ({"sandwich_norm": True}, "--sandwich-norm: add --disable-bias-linear"),
         ({"softmax_type": "off-by-one"}, "--softmax-type"),
+        ({"lora_rank": 2}, "--lora-targets all has experts with biases, whose adapters are not built; use "),
     ],
 )
 def test_flags_that_do_not_fit(changes: dict[str, object], fragment: str) -> None:
