@@ -107,7 +107,8 @@ def audit(
     quantised = {layer.name: layer for layer in linears.layers}
     rows, modules = [], parallel_linears(model)
     # Of copies that share experts one may have had no prompt; in others' passes its MLPs take part, not its attention.
-    had_tokens = any(seen.calls for name, seen in observations.items() if ".self_attention." in name)
+    shares = any(map(is_expert, modules.values()))
+    had_tokens = any(seen.calls for name, seen in observations.items() if ".self_attention." in name or not shares)
     for (name, module), weight in zip(modules.items(), _weights(modules.values()), strict=True):
         seen, layer = observations[name], quantised.get(name)
         wanted = FULL_PRECISION if layer is None else layer.recipe.format
