@@ -50,6 +50,11 @@ GLM4_MOE = {
     "n_shared_experts": 1, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
     "rope_scaling": None, "rope_theta": 1000000, "vocab_size": 151552, "tie_word_embeddings": False,
 }  # fmt: skip
+_OLMO = {
+    "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6, "rope_theta": 500000, "tie_word_embeddings": False,
+}  # fmt: skip
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Qwen2.5-32B": (
@@ -107,6 +112,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
          "rope_scaling": {**SCALING, "factor": 32.0}},
         1_235_814_400,
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "untie_embeddings_and_output_weights": False}),
+    "Mistral-7B-v0.1": (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+         "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+         "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000},
+        7_241_732_096,
+        {"window_size": 4096, "window_attn_skip_freq": None, "kv_channels": 128}),
+    "OLMo-2-7B": (
+        {**_OLMO, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "max_position_embeddings": 4096,
+         "rope_scaling": None, "vocab_size": 100352},
+        7_298_617_344,
+        {"post_norm": True, "qk_layernorm_across_heads": True, "rotary_base": 500_000}),
+    "OLMo-3-7B": (
+        {**_OLMO, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "max_position_embeddings": 65536,
+         "sliding_window": 4096, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+         "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "vocab_size": 100278},
+        7_298_011_136,
+        {"window_size": 4096, "window_attn_skip_freq": 4, "rope_type": "yarn", "rotary_scaling_factor": 8.0,
+         "rotary_base": 500_000, "rotary_base_local": 500_000}),
     "Gemma-3-270M": (
         {**GEMMA3, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
          "max_position_embeddings": 32768, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3},
