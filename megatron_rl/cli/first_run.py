@@ -15,8 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from megatron_rl.cli.options import Ranks, read_ranks, take
 from megatron_rl.config.arguments import read_flags
 from megatron_rl.config.flags import flag
@@ -147,16 +145,11 @@ def _rewards(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _values(texts: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError([f"--data-args {text} has no value; write {name}=VALUE"])
-        try:
-            found[name] = yaml.safe_load(value) if re.fullmatch(r"[\w.+-]+", value) else value
-        except (yaml.YAMLError, ValueError):
-            found[name] = value
-    return found
+    if wrong := [text for text in texts if "=" not in text]:
+        raise ConfigError([f"--data-args {text} has no value; write {text}=VALUE" for text in wrong])
+    pairs = [text.partition("=")[::2] for text in texts]
+    words = {"true": True, "false": False}
+    return {name: int(value) if value.isdecimal() else words.get(value, value) for name, value in pairs}
 
 
 def _size(options: Mapping[str, Any], sft: bool) -> DataSize:

@@ -1,0 +1,111 @@
+"""`megatron-rl convert`: configurations of verl and TRL as ours, row by row of the table of docs/coming_from.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl import cli
+from megatron_rl.cli.convert import converted
+from megatron_rl.config.arguments import foreign_flags, read_flags
+
+VERL = """
+data: {train_files: x.parquet, train_batch_size: 64, max_prompt_length: 512, max_response_length: 1024}
+actor_rollout_ref:
+  model: {path: DIR}
+  actor: {ppo_mini_batch_size: 32, use_kl_loss: true, kl_loss_coef: 0.001, kl_loss_type: low_var_kl, optim: {lr: 1e-6},
+          clip_ratio: 0.2, strategy: fsdp}
+  rollout: {n: 8, temperature: 1.0, tensor_model_parallel_size: 2}
+algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}
+trainer: {total_training_steps: 100, test_freq: -1, experiment_name: "${trainer.project_name}"}
+"""
+TRL = """
+from trl import GRPOConfig
+steps = 5
+args = GRPOConfig(output_dir="out", learning_rate=1e-6, num_generations=8, max_steps=steps, bf16=True, top_p=0.9,
+                  gradient_checkpointing=True, loss_type="dr_grpo", report_to="wandb", mask_truncated_completions=False)
+open("ran", "w")
+"""
+
+
+PARTS = {"max_prompt_length", "gradient_accumulation_steps", "generation_batch_size", "data.max_prompt_length",
+         "actor.ppo_mini_batch_size"}  # fmt: skip
+"""Words that mean something with another one alone."""
+
+
+def _convert(path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, object], list[str]]:
+    path.write_text(text)
+    assert cli.main(["convert", str(path)]) == 0
+    written = capsys.readouterr().out
+    (path.parent / "ours.yaml").write_text(written)
+    reading = read_flags(["--config", str(path.parent / "ours.yaml")])
+    assert [each for each in reading.problems if each.flag != "--load-hf"] == [], "it is a configuration of ours"
+    return yaml.safe_load(written), [line for line in written.splitlines() if line.startswith("#")]
+
+
+def test_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, comments = _convert(tmp_path / "verl.yaml", VERL, capsys)
+    assert {name: str(value) for name, value in flags.items()} == {
+        "perform-rl-step": "True", "load-hf": "DIR", "grpo-prompts-per-step": "64", "grpo-group-size": "8",
+        "global-batch-size": "256", "rl-max-new-tokens": "1024", "seq-length": "1536", "lr": "1e-6",
+        "rl-advantage": "dr_grpo", "grpo-clamp-eps-lower": "0.2", "grpo-clamp-eps-upper": "0.2",
+        "grpo-kl-beta": "0.001", "rl-kl-estimator": "k3", "tensor-model-parallel-size": "2", "rl-temperature": "1.0",
+        "train-iters": "100",
+    }  # fmt: skip
+    assert comments == [
+        "# data.train_files: x.parquet  (use --langrl-env-config)",
+        "# actor.strategy: fsdp  (there is no such setting here)",
+        "# trainer.test_freq: -1  (--eval-interval must be at least 1, got -1)",
+        "# trainer.experiment_name: ${trainer.project_name}  (it refers to another setting; --wandb-exp-name)",
+    ]
+
+
+def test_trls_python_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, comments = _convert(tmp_path / "grpo_config.py", TRL, capsys)
+    assert not Path("ran").exists() and not (tmp_path / "ran").exists()
+    assert flags["run-dir"] == "out" and float(str(flags["lr"])) == 1e-6 and str(flags["grpo-group-size"]) == "8"
+    assert flags["recompute-granularity"] == "full" and flags["rl-loss-aggregation"] == "constant"
+    assert "rl-truncated" not in flags
+    assert [line.partition(":")[0] for line in comments] == ["# max_steps", "# top_p", "# report_to"]
+
+
+@pytest.mark.parametrize("word", sorted(foreign_flags()))
+def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) -> None:
+    key, _, wanted = word.partition("=")
+    lines = list(converted({"actor.use_kl_loss": True, key: yaml.safe_load(wanted) if wanted else 1}))[1:]
+    flags = re.findall(r"--([a-z-]+)", foreign_flags()[word])
+    if key in PARTS or (not flags and f"{key}=" in " ".join(foreign_flags())):
+        assert lines == [f"# {key}: 1  (there is no such setting here)"], "with this value, or without its other part"
+    elif not flags:
+        assert lines == [f"# {key}: 1  (docs/coming_from.md says why there is none)"]
+    elif key != "actor.use_kl_loss":
+        assert any(flag in line for flag in flags for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"data.max_prompt_length": 512, "data.max_response_length": 1024}, "seq-length: 1536"),
+        ({"generation_batch_size": 64, "num_generations": 8}, "grpo-prompts-per-step: 8"),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, "global-batch-size: 8"),
+        ({"actor.kl_loss_coef": 0.1}, "# actor.kl_loss_coef: 0.1  (actor.use_kl_loss is off)"),
+        ({"algorithm.adv_estimator": "gae", "algorithm.norm_adv_by_std_in_grpo": False}, "rl-advantage: gae"),
+    ],
+)
+def test_settings_that_belong_together(settings: dict, line: str) -> None:
+    assert line in list(converted(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [("a.yaml", "- 1", "it has no settings"), ("a.py", "x = (", "was never closed"), ("a.py", "x = 1", "no settings")],
+)
+def test_what_cannot_be_read(
+    name: str, text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert cli.main(["convert", str(tmp_path / name)]) == 2
+    assert line in capsys.readouterr().err
