@@ -43,3 +43,12 @@ class SamplingParams:
     min_p: float = 0.0
     """Tokens with less than this part of the likeliest one's probability are not drawn."""
     constraints: Constraints | None = None
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """How likely a token was where it stands, beside the likeliest ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Token ids and log-probs, the likeliest first."""

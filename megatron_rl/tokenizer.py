@@ -230,6 +230,23 @@ class Tokenizer:
         """Ids of ``<0x00>`` to ``<0xFF>``, several of which make a character."""
         return frozenset(number for text, number in self._backend.get_vocab().items() if _BYTE.fullmatch(text))
 
+    @cached_property
+    def _byte_letters(self) -> dict[str, int]:
+        """The letters that byte-level vocabularies are written in: those that can be seen are their own bytes."""
+        own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in own]
+        return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, also of one that is part of a character."""
+        token = self._backend.convert_ids_to_tokens(token_id) or ""
+        if _BYTE.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        text, letters = self.decode_raw([token_id]), self._byte_letters
+        if "\N{REPLACEMENT CHARACTER}" in text and all(letter in letters for letter in token):
+            return bytes(letters[letter] for letter in token)
+        return text.encode()
+
     def for_grammars(self) -> Any:
         """Return this vocabulary as llguidance's ``LLTokenizer``; takes a second.
 

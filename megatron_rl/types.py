@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.sampling import Constraints as Constraints
 from megatron_rl.sampling import SamplingParams as SamplingParams
+from megatron_rl.sampling import TokenScore as TokenScore
 
 if TYPE_CHECKING:
     import torch
@@ -189,6 +190,10 @@ class Hints:
     """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
     wants_routing: bool = False
     """Completions are to have `Completion.routing`, which an engine for `--rl-router-replay` can give."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens `Completion.scores` are to have, at every token drawn."""
+    scores_prompt: bool = False
+    """Completions are to have `Completion.prompt_scores`: the prompt is computed from its beginning."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,10 @@ class Completion:
     ``policy_version`` 6, tokens 0 and 1 are of version 3, tokens 2 to 6 of version 4, and the others of version 6."""
     cached_tokens: int = field(default=0, compare=False)
     """Prompt tokens found in the KV cache; depends on what else was drawn."""
+    scores: tuple[TokenScore, ...] = field(default=(), compare=False)
+    """Of each token, where `Hints.top_logprobs` asks for them, from what it was drawn from."""
+    prompt_scores: tuple[TokenScore, ...] = field(default=(), compare=False)
+    """Of each prompt token but the first, from the model's own distribution, where `Hints.scores_prompt` asks."""
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:

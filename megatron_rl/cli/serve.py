@@ -143,7 +143,7 @@ def _serve(job: Job) -> int:
 @contextlib.contextmanager
 def _listening(job: Job, generator: Generator) -> Iterator[Endpoint]:
     from megatron_rl.endpoint.calls import Endpoint
-    from megatron_rl.run.generation import why_fixed
+    from megatron_rl.run.generation import why_fixed, why_unscored
 
     factory, place = generator.factory, job.place
     with _token(place.token_file) as (token, file):
@@ -151,6 +151,7 @@ def _listening(job: Job, generator: Generator) -> Iterator[Endpoint]:
             generator.tokenizer, max_sequence_length=factory.max_sequence_length,
             max_new_tokens=factory.sampling.max_new_tokens, sampling=factory.sampling, model=job.model_name,
             host=place.host, port=place.port, token=token, fixed=why_fixed(job.config),
+            unscored=why_unscored(job.config),
         )  # fmt: skip
         try:
             endpoint.start()

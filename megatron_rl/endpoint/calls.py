@@ -43,6 +43,7 @@ class Endpoint:
         port: int = 0,
         token: str | None = None,
         fixed: str = "",
+        unscored: str = "",
     ) -> None:
         """Nothing listens before `start`.
 
@@ -53,9 +54,10 @@ class Endpoint:
             port: 0 is any that is free.
             token: what callers must send; None makes one.
             fixed: why the engine draws from the model's own distribution alone; empty where it need not.
+            unscored: why it knows the log-probs of drawn tokens alone; empty where it knows those of others.
         """
         self.token = token or secrets.token_urlsafe(32)
-        limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams(), fixed)
+        limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams(), fixed, unscored)
         tokenizer = tokenizer.reading_at_most(max_sequence_length)
         self._pending = PendingCalls(tokenizer, limits, self._put, self._drop)
         self._http = HttpThread(self._pending, self.token, host, port)
@@ -177,11 +179,14 @@ def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
     """
     return {
         "number": call.number, "ids": call.ids, "sampling": asdict(call.sampling), "choice": call.branch,
+        "top_logprobs": call.top_logprobs, "scores_prompt": call.scores_prompt,
         "seed": seed if call.seed is None else f"seed {call.seed}",
     }  # fmt: skip
 
 
-def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int) -> Request:
+def request_of(
+    number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int, **scores: Any
+) -> Request:
     """Return what the engine is asked for."""
     source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
     constraints = sampling["constraints"]
@@ -189,4 +194,5 @@ def request_of(number: int, ids: Sequence[int], sampling: dict[str, Any], seed: 
         constraints = Constraints(**constraints | {"logit_bias": tuple(map(tuple, constraints["logit_bias"]))})
     ends = {name: tuple(sampling[name]) for name in ("stop", "stop_token_ids")}
     params = SamplingParams(**sampling | ends | {"constraints": constraints})
-    return Request(source, tuple(ids), 1, params, place=Place(call=number, branch=choice), hints=Hints(goes_on=True))
+    place, hints = Place(call=number, branch=choice), Hints(goes_on=True, **scores)
+    return Request(source, tuple(ids), 1, params, place=place, hints=hints)

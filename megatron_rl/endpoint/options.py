@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.endpoint.fields import Fields, refuse, typed
 from megatron_rl.endpoint.structured import Shape, read_shape
 from megatron_rl.errors import shorten
+from megatron_rl.inference.sampler import MOST_SCORED
 from megatron_rl.types import Constraints
 
 MAX_CHOICES = 128
@@ -24,8 +25,6 @@ IGNORED = frozenset({
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none",),
@@ -63,23 +62,37 @@ class Options:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    """How many of the likeliest tokens come with them."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, which have log-probs unless it is None."""
     shape: Shape | None = None
     """What the answer has to look like; None: any text."""
     drawing: Drawing = Drawing()
 
 
-def read_options(fields: Fields, logprobs: bool, max_new_tokens: int | None, vocab_size: int) -> Options:
-    """Read the fields that both kinds have; everything else of the request has been read before."""
+def read_options(
+    fields: Fields, logprobs: int | None, max_new_tokens: int | None, vocab_size: int, echo: bool = False
+) -> Options:
+    """Read the fields that both kinds have; everything else of the request has been read before.
+
+    ``logprobs``: of how many of the likeliest tokens; None: of no token. With ``echo`` the prompt has them, too.
+    """
+    of_prompt = fields.number("prompt_logprobs", int, 0, MOST_SCORED)
     stream_options = Fields(fields.get("stream_options", dict) or {}, "stream_options.")
     options = Options(
         n=fields.number("n", int, 1, MAX_CHOICES) or 1,
         seed=fields.number("seed", int, -(2**63), 2**63 - 1),
         stream=bool(fields.get("stream", bool)),
         include_usage=bool(stream_options.get("include_usage", bool)),
-        logprobs=logprobs,
+        logprobs=logprobs is not None,
+        top_logprobs=logprobs or 0,
+        prompt_logprobs=max((n for n in (of_prompt, logprobs if echo else None) if n is not None), default=None),
         shape=read_shape(fields),
         drawing=_drawing(fields, max_new_tokens, vocab_size),
     )
+    if options.stream and (echo or options.prompt_logprobs is not None):
+        refuse("stream", "is true, and the prompt does not come in a stream; leave out 'echo' and 'prompt_logprobs'")
     _refuse_unread(fields)
     return options
 

@@ -53,6 +53,10 @@ class Call:
     """Where there is no session: the caller's, with ``max_new_tokens`` and ``stop``."""
     seed: int | None
     """The caller's, without a session."""
+    top_logprobs: int = 0
+    """See `Hints`; without a session."""
+    scores_prompt: bool = False
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Limits:
     """What callers leave open."""
     fixed: str = ""
     """Why the engine draws from the model's own distribution alone; empty where it need not."""
+    unscored: str = ""
+    """Why it knows the log-probs of drawn tokens alone; empty where it knows those of others."""
 
 
 @dataclass(eq=False)
@@ -180,6 +186,7 @@ class PendingCalls:
         on_progress: OnProgress | None,
     ) -> list[PendingCall]:
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
+        self._check_scores(session, options)
         numbers: list[int] = []
         planned: list[PlannedCall] = []
         try:
@@ -195,7 +202,7 @@ class PendingCalls:
             raise
         pending = []
         for index, (number, plan) in enumerate(zip(numbers, planned, strict=True)):
-            call = self._call(number, session, plan, options.drawing, index % options.n, options.seed)
+            call = self._call(number, session, plan, options, index % options.n)
             answer = asyncio.get_running_loop().create_future()
             report = on_progress and partial(on_progress, index)
             self._pending[number] = PendingCall(call, session, plan.num_prompt_tokens, reader, answer, report)
@@ -229,9 +236,17 @@ class PendingCalls:
             self._parsers[environment] = parser
         return self._parsers[environment]
 
-    def _call(
-        self, number: int, session: Session, planned: PlannedCall, drawing: Drawing, choice: int, seed: int | None
-    ) -> Call:
+    def _check_scores(self, session: Session, options: Options) -> None:
+        """Refuse log-probs that nobody computes."""
+        of_prompt = options.prompt_logprobs is not None
+        if options.top_logprobs or of_prompt:
+            why = self.limits.unscored if session.id is None else "a session keeps those of the sampled tokens alone"
+            if why:
+                name = "prompt_logprobs" if of_prompt else "top_logprobs"
+                refuse(name, f"are not to be had: {why}; leave them out", "unsupported_parameter")
+
+    def _call(self, number: int, session: Session, planned: PlannedCall, options: Options, choice: int) -> Call:
+        drawing = options.drawing
         room = self.limits.max_sequence_length - planned.num_prompt_tokens
         max_new_tokens = min(self.limits.max_new_tokens, room, drawing.max_new_tokens or room)
         is_trained = session.id is not None
@@ -245,7 +260,9 @@ class PendingCalls:
             stop=drawing.stop,
             stop_token_ids=drawing.stop_token_ids,
             sampling=None if is_trained else _sampling(drawing, self.limits.sampling, max_new_tokens),
-            seed=None if is_trained else seed,
+            seed=None if is_trained else options.seed,
+            top_logprobs=options.top_logprobs,
+            scores_prompt=options.prompt_logprobs is not None,
         )
 
     # -- answers ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from megatron_rl.endpoint.fields import ApiError, Fields, refuse, typed
 from megatron_rl.endpoint.options import Options, read_options
 from megatron_rl.environments.tool_calls import Tools, checked_tools
 from megatron_rl.errors import shorten
+from megatron_rl.inference.sampler import MOST_SCORED
 from megatron_rl.types import Message
 
 MAX_ANSWERS = 256
@@ -46,6 +47,8 @@ class TextRequest:
     model: str
     options: Options
     prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool = False
+    """The prompt stands before each answer."""
 
 
 def read_chat(body: Any, vocab_size: int) -> ChatRequest:
@@ -54,10 +57,13 @@ def read_chat(body: Any, vocab_size: int) -> ChatRequest:
     messages = _messages(fields.required("messages", list))
     tools, choice, forced = _tools(fields)
     several = fields.get("parallel_tool_calls", bool)
-    model, logprobs = fields.required("model", str), bool(fields.get("logprobs", bool))
+    model, logprobs = fields.required("model", str), fields.get("logprobs", bool)
+    most = fields.number("top_logprobs", int, 0, MOST_SCORED)
+    if most and not logprobs:
+        refuse("top_logprobs", f"is {most}, and 'logprobs' is not true; set it")
     limits = [fields.number(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
     max_new_tokens = min((limit for limit in limits if limit is not None), default=None)
-    options = read_options(fields, logprobs, max_new_tokens, vocab_size)
+    options = read_options(fields, most or 0 if logprobs else None, max_new_tokens, vocab_size)
     one_call = bool(tools) and (several is False or choice == "function")
     if forced and options.shape is not None:
         refuse("tool_choice", f"forces a call, and {options.shape.param!r} another answer; give one of them")
@@ -68,17 +74,16 @@ def read_text(body: Any, vocab_size: int) -> TextRequest:
     """Read the request in a parsed body; `ApiError` names the field that is wrong. Ids are below ``vocab_size``."""
     fields = _fields(body)
     prompts = _prompts(fields.take("prompt"), vocab_size)
-    model, logprobs = fields.required("model", str), fields.get("logprobs", int)
-    if logprobs:
-        refuse("logprobs", f"is {shorten(logprobs)}; 0 gives those of the sampled tokens, others are not known")
+    model, logprobs = fields.required("model", str), fields.number("logprobs", int, 0, MOST_SCORED)
+    echo = bool(fields.get("echo", bool))
     best_of = fields.number("best_of", int, 1)
-    options = read_options(fields, logprobs is not None, fields.number("max_tokens", int, 1), vocab_size)
+    options = read_options(fields, logprobs, fields.number("max_tokens", int, 1), vocab_size, echo)
     n = options.n
     if len(prompts) * n > MAX_ANSWERS:
         refuse("n", f"is {n} for each of {len(prompts)} prompts; ask for at most {MAX_ANSWERS} answers at once")
     if best_of not in (None, n):
         refuse("best_of", f"is {best_of}, which is not supported; ask for 'n' answers and choose among them")
-    return TextRequest(model, options, prompts)
+    return TextRequest(model, options, prompts, echo)
 
 
 def _fields(body: Any) -> Fields:

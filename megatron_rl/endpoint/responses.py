@@ -13,11 +13,11 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_rl.endpoint.answers import PARTIAL_CHARACTER, Choice
+from megatron_rl.endpoint.answers import Choice
 from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.endpoint.pending_calls import PendingCall
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion
+from megatron_rl.types import Completion, TokenScore
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Envelope:
     model: str
     logprobs: Tokenizer | None
     """Decodes tokens where the client wants log-probs."""
+    echo: Tokenizer | None = None
+    """Decodes prompts where they stand before the answers."""
+    prompt_logprobs: Tokenizer | None = None
+    """Decodes tokens where the client wants the log-probs of prompts."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -38,10 +42,15 @@ class Envelope:
         del rest["choices"]
         return f'{json.dumps(rest)[:-1]}, "choices": [{", ".join(choices)}]}}'
 
-    def choice_json(self, index: int, choice: Choice) -> str:
-        """Return the JSON of one choice."""
-        answer = {"message": choice.message} if self.is_chat else {"text": choice.text}
-        return json.dumps({"index": index, **answer, **self._ending(choice)})
+    def choice_json(self, index: int, choice: Choice, prompt_ids: Sequence[int]) -> str:
+        """Return the JSON of one choice; ``prompt_ids`` are what a call outside sessions was asked with."""
+        before = self.echo.decode(prompt_ids) if self.echo is not None else ""
+        answer = {"message": choice.message} if self.is_chat else {"text": before + choice.text}
+        ending = self._ending(choice, prompt_ids if self.echo is not None else ())
+        if self.prompt_logprobs is not None:
+            scores = zip(prompt_ids[1:], choice.completion.prompt_scores, strict=True)
+            ending["prompt_logprobs"] = [None, *(_prompt_entry(*each, self.prompt_logprobs) for each in scores)]
+        return json.dumps({"index": index, **answer, **ending})
 
     def chunk(self, index: int, text: str, is_first: bool) -> bytes:
         """Return the event with more text of a choice."""
@@ -72,10 +81,11 @@ class Envelope:
             "model": self.model, "choices": choices, **more,
         }  # fmt: skip
 
-    def _ending(self, choice: Choice) -> dict[str, Any]:
+    def _ending(self, choice: Choice, echoed: Sequence[int] = ()) -> dict[str, Any]:
         logprobs = None
         if self.logprobs is not None:
-            logprobs = (_chat_logprobs if self.is_chat else _text_logprobs)(choice.completion, self.logprobs)
+            of = choice.completion, self.logprobs
+            logprobs = _chat_logprobs(*of) if self.is_chat else _text_logprobs(*of, echoed)
         return {"logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
@@ -150,23 +160,55 @@ def usage_of(pending: Sequence[PendingCall], n: int) -> dict[str, Any]:
 
 def _chat_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
     """Of every sampled token, end tokens among them; natural logarithms."""
-    content = []
-    for text, logprob in zip(_token_texts(completion, tokenizer), completion.inference_logprobs, strict=True):
-        own_bytes = None if PARTIAL_CHARACTER in text else list(text.encode())
-        content.append({"token": text, "logprob": logprob, "bytes": own_bytes, "top_logprobs": []})
+    tops = [score.top for score in completion.scores] or [()] * len(completion.token_ids)
+    rows = zip(completion.token_ids, completion.inference_logprobs, tops, strict=True)
+    content = [
+        _token(token, logprob, tokenizer) | {"top_logprobs": [_token(*each, tokenizer) for each in top]}
+        for token, logprob, top in rows
+    ]
     return {"content": content, "refusal": None}
 
 
-def _text_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The same for `/v1/completions`; offsets count characters of the tokens' own texts."""
-    texts = _token_texts(completion, tokenizer)
+def _token(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    own = list(tokenizer.token_bytes(token))
+    return {"token": tokenizer.decode_raw([token]), "logprob": _finite(logprob), "bytes": own}
+
+
+def _text_logprobs(completion: Completion, tokenizer: Tokenizer, echoed: Sequence[int] = ()) -> dict[str, Any]:
+    """The same for `/v1/completions`, of the ``echoed`` prompt, too; offsets count characters of the tokens' own texts.
+
+    The first token of a prompt has no log-prob.
+    """
+    texts = [tokenizer.decode_raw([token]) for token in (*echoed, *completion.token_ids)]
+    logprobs: list[float | None] = list(completion.inference_logprobs)
+    tops = [_tops(score, tokenizer) for score in completion.scores]
+    if echoed:
+        logprobs = [None, *(score.logprob for score in completion.prompt_scores), *logprobs]
+        tops = [None, *(_tops(score, tokenizer) for score in completion.prompt_scores), *tops]
     offsets = [0, *accumulate(map(len, texts))][:-1]
-    logprobs = completion.inference_logprobs
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+    return {
+        "tokens": texts, "token_logprobs": logprobs, "text_offset": offsets,
+        "top_logprobs": tops if completion.scores else None,
+    }  # fmt: skip
 
 
-def _token_texts(completion: Completion, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode_raw([token]) for token in completion.token_ids]
+def _tops(score: TokenScore, tokenizer: Tokenizer) -> dict[str, float]:
+    """Text -> log-prob; the likelier one of tokens with one text."""
+    return {tokenizer.decode_raw([token]): _finite(logprob) for token, logprob in reversed(score.top)}
+
+
+def _prompt_entry(token: int, score: TokenScore, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A prompt token and the likeliest ones in its place, as vLLM shows them: id -> log-prob and text."""
+    known = dict(score.top) | {token: score.logprob}
+    return {
+        str(each): {"logprob": _finite(logprob), "decoded_token": tokenizer.decode_raw([each])}
+        for each, logprob in known.items()
+    }
+
+
+def _finite(logprob: float) -> float:
+    """What cannot be drawn has -inf, which is no JSON: OpenAI's API has -9999 there."""
+    return max(logprob, -9999.0)
 
 
 def _event(value: Any) -> bytes:

@@ -141,8 +141,9 @@ class Routes:
     ) -> web.StreamResponse:
         self._pending.check_model(asked.model)
         options, in_text_thread = asked.options, self._pending.in_text_thread
-        decoder = self._pending.tokenizer if options.logprobs else None
-        envelope = Envelope(isinstance(asked, ChatRequest), asked.model, decoder)
+        wanted = options.logprobs, getattr(asked, "echo", False), options.prompt_logprobs is not None
+        decoders = (self._pending.tokenizer if each else None for each in wanted)
+        envelope = Envelope(isinstance(asked, ChatRequest), asked.model, *decoders)
         stream = Stream(envelope, in_text_thread) if options.stream else None
         calls = await ask(request.match_info.get("session"), asked, stream and stream.add_tokens)
         usage = partial(usage_of, calls, options.n)
@@ -154,7 +155,10 @@ class Routes:
             self._pending.leave(calls)
         choices = [call.answer.result() for call in calls]
         # One by one: no other client is served while JSON is made of a value.
-        texts = [await in_text_thread(envelope.choice_json, index, choice) for index, choice in enumerate(choices)]
+        texts = [
+            await in_text_thread(envelope.choice_json, index, choice, calls[index].call.ids)
+            for index, choice in enumerate(choices)
+        ]
         response = envelope.response(texts, usage(), choices[0].completion.policy_version)
         return web.Response(text=response, content_type="application/json")
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence as ListOf
 import torch
 
 from megatron_rl.arithmetic import uniform
-from megatron_rl.inference.sampler import SamplingModes, SamplingTensors
+from megatron_rl.inference.sampler import MOST_SCORED, SamplingModes, SamplingTensors
 from megatron_rl.inference.sequence import Sequence
-from megatron_rl.types import FinishReason, SamplingParams
+from megatron_rl.types import FinishReason, SamplingParams, TokenScore
 
 
 class BatchState:
@@ -35,6 +35,9 @@ class BatchState:
         self.min_p = torch.zeros(rows, device=device)
         self.bias: torch.Tensor | None = None
         """[rows, V] fp32, from the first sequence with a guide on."""
+        self.top_ids: torch.Tensor | None = None
+        self.top_logprobs: torch.Tensor | None = None
+        """[rows, MOST_SCORED] of each row's last token, from the first sequence on that wants them."""
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.alive = torch.zeros(rows, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(rows, max_new_tokens + 1, dtype=torch.int64, device=device)
@@ -66,6 +69,17 @@ class BatchState:
         self.min_p[rows] = column([p.min_p for p in params], torch.float32)
         self.set_biases(rows, [s.guide.bias(s.output_ids) if s.guide else None for s in sequences])
 
+    def make_room_for_scores(self) -> None:
+        """Have the buffers that `note` writes: CUDA graphs know their addresses."""
+        if self.top_ids is None:
+            shape = len(self.token), min(MOST_SCORED, self.is_stop.numel())
+            self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            self.top_logprobs = torch.zeros(shape, device=self.device)
+
+    def note(self, rows: slice | torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Keep the likeliest tokens of the draw that ``rows`` do now."""
+        self.top_ids[rows], self.top_logprobs[rows] = ids, logprobs
+
     def set_biases(self, rows: torch.Tensor, biases: ListOf[torch.Tensor | None]) -> None:
         """Write what is added to the logits of ``rows``, [V] each; None is nothing."""
         if self.bias is None:
@@ -85,6 +99,7 @@ class BatchState:
             top_p=self.top_p[rows] if modes.filtered else None,
             min_p=self.min_p[rows] if modes.floored else None,
             bias=self.bias[rows] if modes.biased and self.bias is not None else None,
+            scored=modes.scored and self.top_ids is not None,
         )
 
     def ahead(self, rows: int, steps: int, max_length: int, draws: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,6 +188,8 @@ class OutputProcessor:
         for sequence, token_ids, logprobs in self._read(watched, [counts[s.row] for s in watched]):
             ids = sequence.output_ids + token_ids
             kept, reason = self._ending(ids, sequence.request.sampling, bool(alive[sequence.row]))
+            if len(ids) > len(sequence.scores) and sequence.request.hints.top_logprobs:
+                sequence.scores.append(self._score(sequence, logprobs[-1]))
             if reason is not None:
                 new = kept - len(sequence.output_ids)
                 sequence.append(token_ids[:new], logprobs[:new])
@@ -205,6 +222,12 @@ class OutputProcessor:
             held = (buffer[rows, :longest].tolist() for buffer in (self._state.tokens, self._state.logprobs))
             for sequence, count, token_ids, logprobs in zip(sequences, counts, *held, strict=True):
                 yield sequence, tuple(token_ids[:count]), tuple(logprobs[:count])
+
+    def _score(self, sequence: Sequence, logprob: float) -> TokenScore:
+        """Of its last token; the host reads each of them."""
+        row, most, state = sequence.row, sequence.request.hints.top_logprobs, self._state
+        top = state.top_ids[row, :most].tolist(), state.top_logprobs[row, :most].tolist()
+        return TokenScore(logprob, tuple(zip(*top, strict=True)))
 
     def _leave(self, sequences: ListOf[Sequence]) -> None:
         if sequences:

@@ -100,7 +100,8 @@ class RowBlocks(BlockManager):
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation:
         token_ids, unused = sequences[0].prefill_ids, set(free)
-        source, reused = self._best_source(unused, token_ids)
+        is_scored = sequences[0].request.hints.scores_prompt
+        source, reused = (None, 0) if is_scored else self._best_source(unused, token_ids)
         # Rows that no sequence will go on from, from the lowest; then what was kept longest ago.
         order = sorted(unused - self._kept) + [row for row in self._known if row in self._kept & unused]
         if source in order and self._known[source] == token_ids[: len(self._known[source])]:

@@ -45,6 +45,10 @@ class RolloutContext(BaseInferenceContext):
         self._records = cache.routing is not None
         self._prompts: PackedPlan | None = None
         self._last_tokens: torch.Tensor | None = None
+        self.keeps_hidden = False
+        """Whether ``hidden`` is wanted of the next prompts."""
+        self.hidden: torch.Tensor | None = None
+        """[T, hidden] before the head, of all tokens of prompts."""
 
     # -- the three states ----------------------------------------------------------------------
 
@@ -166,4 +170,6 @@ class RolloutContext(BaseInferenceContext):
         """
         if self._last_tokens is None:
             return hidden_states[0]
+        if self.keeps_hidden:
+            self.hidden = hidden_states[0]
         return hidden_states[0].index_select(0, self._last_tokens)

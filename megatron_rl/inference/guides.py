@@ -18,11 +18,9 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import ConfigError, one_line
+from megatron_rl.inference.sequence import FOR_EVER
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Constraints
-
-FOR_EVER = 2**62
-"""More tokens than are ever drawn."""
 
 
 class Grammars:

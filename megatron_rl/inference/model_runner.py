@@ -23,16 +23,19 @@ import torch
 from megatron_rl.arithmetic import FEWEST_KEYS, uniform
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.sampler import Sampler, SamplingModes, SamplingTensors
+from megatron_rl.inference.sampler import MOST_SCORED, Sampler, SamplingModes, SamplingTensors, likeliest
 from megatron_rl.inference.scheduler import Chunk
 from megatron_rl.models.attention.backend import NewTokens
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.platform.collectives import OneStage, StageMessages
+from megatron_rl.types import TokenScore
 
 if TYPE_CHECKING:
     from megatron_rl.inference.graphs import DecodeGraphs
 
+SCORED_AT_ONCE = 256
+"""Positions of prompts with logits at once."""
 Pausing = Generator[None, None, None]
 """Work that pauses where another stage has to work first."""
 Drawn = tuple[torch.Tensor, torch.Tensor]
@@ -78,7 +81,10 @@ class ModelRunner:
         self._copy_prefixes(chunks)
         for batch in self.passes(chunks):
             ids, positions = self._feed(batch)
+            self.context.keeps_hidden = any(self._wants_scores(chunk) for chunk in batch)
             logits = yield from self._through(ids, partial(self._forward.chunk, positions=positions))
+            if self.context.keeps_hidden and self._messages.is_last:
+                self._score(batch)
             rows, places = self._begin(batch)
             if len(rows) and self._messages.is_last:
                 self._messages.send_drawn(*self._first_tokens(logits, rows, places, modes))
@@ -86,6 +92,30 @@ class ModelRunner:
             if len(rows):
                 token, logprob = self._messages.receive_drawn(len(rows))
                 self.state.record(rows, token[None], logprob[None])
+
+    @staticmethod
+    def _wants_scores(chunk: Chunk) -> bool:
+        first = chunk.sequences[0]
+        return first.request.hints.scores_prompt and len(first.prompt_scores) < len(first.request.prompt_ids) - 1
+
+    def _score(self, chunks: ListOf[Chunk]) -> None:
+        """Note how likely the tokens of prompts are; the host waits for them, a few positions at a time."""
+        at = 0
+        for chunk in chunks:
+            first, hidden = chunk.sequences[0], self.context.hidden[at : at + chunk.num_tokens]
+            at += chunk.num_tokens
+            if not self._wants_scores(chunk):
+                continue
+            del first.prompt_scores[chunk.start :]  # of a prompt that was preempted
+            following = self._to_device(first.request.prompt_ids[chunk.start + 1 : chunk.end + 1])
+            parts = (each[: len(following)].split(SCORED_AT_ONCE) for each in (hidden, following))
+            for part, ids in zip(*parts, strict=True):
+                logprobs = self._forward.logits(part).log_softmax(-1)
+                own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
+                values, tokens = logprobs.topk(min(MOST_SCORED, logprobs.shape[-1]), -1)
+                for score, row, top in zip(own, tokens.tolist(), values.tolist(), strict=True):
+                    first.prompt_scores.append(TokenScore(score, tuple(zip(row, top, strict=True))))
+        self.context.hidden = None
 
     @staticmethod
     def passes(chunks: ListOf[Chunk]) -> list[list[Chunk]]:
@@ -142,7 +172,14 @@ class ModelRunner:
         """Draw for ``rows`` from the ``places`` in ``logits``."""
         sampling = self.state.sampling(rows, modes)
         numbers = uniform(sampling.seeds, self.state.position[rows] + 1)
-        return self._sampler(logits.index_select(0, self._to_device(places)), numbers, sampling)
+        return self._draw(rows, logits.index_select(0, self._to_device(places)), numbers, sampling)
+
+    def _draw(
+        self, rows: slice | torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor, sampling: SamplingTensors
+    ) -> Drawn:
+        if sampling.scored:
+            self.state.note(rows, *likeliest(logits, sampling))
+        return self._sampler(logits, numbers, sampling)
 
     def _to_device(self, values: ListOf[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.state.device)
@@ -227,7 +264,7 @@ class ModelRunner:
         self, at: torch.Tensor, numbers: torch.Tensor, sampling: SamplingTensors, chunk: int, entering: torch.Tensor
     ) -> torch.Tensor | Drawn:
         leaving = self._forward.chunk(chunk, entering, at)
-        return self._sampler(leaving, numbers, sampling) if self._draws(chunk) else leaving
+        return self._draw(slice(0, len(at)), leaving, numbers, sampling) if self._draws(chunk) else leaving
 
     def _replayed(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
         """Yield a computation for each step, through the buffers that graphs know."""
@@ -264,7 +301,7 @@ class ModelRunner:
         leaving = self._forward.chunk(chunk, self._entry(chunk)[:rows], positions)
         if self._draws(chunk):
             sampling = state.sampling(slice(0, rows), modes)
-            drawn = self._sampler(leaving, uniform(sampling.seeds, positions + 1), sampling)
+            drawn = self._draw(slice(0, rows), leaving, uniform(sampling.seeds, positions + 1), sampling)
             state.token[:rows], self._logprob[:rows] = drawn
         else:
             self._leaving[:rows] = leaving

@@ -136,7 +136,8 @@ class PagedBlocks(BlockManager):
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
         pool, first = self.pool, sequences[0]
         token_ids = first.prefill_ids
-        found, full = self._found(token_ids), len(token_ids) // pool.block_size
+        found = [] if first.request.hints.scores_prompt else self._found(token_ids)
+        full = len(token_ids) // pool.block_size
         soon, later = self._needed(first, lookahead)
         shared = sum(map(pool.is_idle, found)) - len(found) + full
         count = self._fitting(min(len(sequences), len(free)), first, shared, soon - full, later - full)

@@ -24,7 +24,7 @@ from megatron_rl.inference.batch_state import BatchState, OutputProcessor
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
-from megatron_rl.inference.guides import FOR_EVER, Grammars, Guide
+from megatron_rl.inference.guides import Grammars, Guide
 from megatron_rl.inference.kv_cache import build_cache
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
@@ -175,10 +175,10 @@ class RolloutEngine(Engine):
     def _passes(self, chunks: ListOf[Chunk], running: ListOf[Sequence]) -> Passes:
         """Plan up to k decode steps of rows ``0 .. n - 1``, of which the last runs; none where prompts end all."""
         prefills = len(self.runner.passes(chunks))
-        modes = SamplingModes.of(group.request.sampling for group in self._groups.values())
+        modes = SamplingModes.of(group.request for group in self._groups.values())
         steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read())
-        if modes.biased:
-            steps = min(steps, self._steps_of_guides(chunks, running))
+        if modes.biased or modes.scored:
+            steps = min(steps, self._steps_unread(chunks, running))
         if steps == 0:
             return Passes(prefills, modes=modes)
         # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see arithmetic.py).
@@ -189,12 +189,11 @@ class RolloutEngine(Engine):
         return Passes(prefills, rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, modes)
 
     @staticmethod
-    def _steps_of_guides(chunks: ListOf[Chunk], running: ListOf[Sequence]) -> int:
-        """For how many steps all biases hold; none where a bias ends with a first token, which comes before."""
+    def _steps_unread(chunks: ListOf[Chunk], running: ListOf[Sequence]) -> int:
+        """Steps that may pass before the host reads; none where it has to see a first token, which comes before."""
         begun = {id(sequence) for chunk in chunks if chunk.is_last for sequence in chunk.sequences}
-        guided = [s for s in running if s.guide is not None]
-        left = (s.guide.holds_until(s.num_generated - (id(s) in begun)) - s.num_generated for s in guided)
-        return min(left, default=FOR_EVER)
+        left = (s.holds_until(s.num_generated - (id(s) in begun)) - s.num_generated for s in running)
+        return min(left, default=0)
 
     def _shared_rows(self, of_all: Passes) -> int | None:
         """See `RolloutPlan`: with graphs all ranks have as many."""
@@ -279,6 +278,8 @@ class RolloutEngine(Engine):
         self._submitted += 1
         if request.sampling.constraints is not None:
             self._constrain(group, request.sampling.constraints)
+        if request.hints.top_logprobs:
+            self.runner.state.make_room_for_scores()
         for sequence in group.open_sequences:
             self._scheduler.add(sequence)
 

@@ -14,7 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import Request
+
+MOST_SCORED = 20
+"""Likeliest tokens of which log-probs can be had."""
 
 
 def sample_seed(*key: object) -> int:
@@ -34,17 +37,21 @@ class SamplingModes(NamedTuple):
     """Min-p."""
     biased: bool = False
     """A request has `Constraints`."""
+    scored: bool = False
+    """A request wants the likeliest tokens, see `Hints.top_logprobs`."""
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> SamplingModes:
+    def of(cls, requests: Iterable[Request]) -> SamplingModes:
         """Return what any of the requests needs."""
-        params = list(params)
+        requests = list(requests)
+        params = [request.sampling for request in requests]
         return cls(
             greedy=any(p.greedy for p in params),
             filtered=any(p.top_k > 0 or p.top_p < 1.0 for p in params),
             tempered=any(p.temperature != 1.0 for p in params),
             floored=any(p.min_p > 0 for p in params),
             biased=any(p.constraints is not None for p in params),
+            scored=any(request.hints.top_logprobs > 0 for request in requests),
         )
 
 
@@ -65,6 +72,8 @@ class SamplingTensors:
     """fp32; 0 where off."""
     bias: torch.Tensor | None = None
     """[N, V] fp32, added to the logits."""
+    scored: bool = False
+    """Some want the likeliest tokens."""
 
 
 class Sampler:
@@ -94,6 +103,24 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors) -
     of the tokens to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
     were drawn from: biased, tempered, and renormalised over the min-p / top-k / top-p support where that is on.
     """
+    logits, temperature = _shaped(logits, params)
+    if logits.is_cuda:
+        from megatron_rl.inference.sampling_kernel import draw_by_chunks
+
+        return draw_by_chunks(logits, numbers, temperature, params.greedy)
+    return draw_by_columns(logits, numbers, temperature, params.greedy)
+
+
+def likeliest(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `MOST_SCORED` likeliest tokens of the distribution that `draw` draws from: ids and log-probs."""
+    logits, temperature = _shaped(logits, params)
+    logits = logits if temperature is None else logits / temperature[:, None]
+    logprobs, ids = logits.log_softmax(-1).topk(min(MOST_SCORED, logits.shape[-1]), -1)
+    return ids, logprobs
+
+
+def _shaped(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Bias the logits and cut them to the support; returns them and what they are still to be divided by."""
     temperature = params.temperature
     if params.bias is not None:
         logits = logits + params.bias
@@ -104,11 +131,7 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors) -
         logits = logits.masked_fill(logits < floor, float("-inf"))
     if params.top_k is not None:
         logits = _keep_support(logits, params.top_k, params.top_p)
-    if logits.is_cuda:
-        from megatron_rl.inference.sampling_kernel import draw_by_chunks
-
-        return draw_by_chunks(logits, numbers, temperature, params.greedy)
-    return draw_by_columns(logits, numbers, temperature, params.greedy)
+    return logits, temperature
 
 
 def draw_by_columns(

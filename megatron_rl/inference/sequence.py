@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from megatron_rl.types import Completed, Completion, FinishReason, Request
+from megatron_rl.types import Completed, Completion, FinishReason, Request, TokenScore
 
 if TYPE_CHECKING:
     from megatron_rl.inference.guides import Guide
+
+FOR_EVER = 2**62
+"""More tokens than are ever drawn."""
 
 
 class SequenceStatus(Enum):
@@ -53,6 +56,9 @@ class Sequence:
     """It was in the cache before: it made room for others, or was interrupted in an earlier rollout."""
     guide: Guide | None = None
     """Where its request has constraints."""
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    """Both as far as they are asked for and known, see `Completion`."""
 
     def __post_init__(self) -> None:
         self.request: Request = self.group.request  # asked for often, so no property
@@ -68,8 +74,15 @@ class Sequence:
     @property
     def is_watched(self) -> bool:
         """Return whether the host has to see its tokens before it ends."""
-        params = self.request.sampling
-        return bool(params.stop or params.stop_token_ids or (self.guide is not None and not self.guide.is_constant))
+        params, is_scored = self.request.sampling, self.request.hints.top_logprobs > 0
+        is_guided = self.guide is not None and not self.guide.is_constant
+        return bool(params.stop or params.stop_token_ids or is_guided or is_scored)
+
+    def holds_until(self, num_drawn: int) -> int:
+        """Return how many tokens may be drawn in all before the host has to read those after ``num_drawn``."""
+        if self.request.hints.top_logprobs:
+            return num_drawn + 1
+        return FOR_EVER if self.guide is None else self.guide.holds_until(num_drawn)
 
     @property
     def output_ids(self) -> tuple[int, ...]:
@@ -127,6 +140,9 @@ class Sequence:
     def finish(self, reason: FinishReason) -> None:
         """End the sequence with the tokens that it has."""
         self.output = replace(self.output, finish_reason=reason)
+        if self.scores or self.prompt_scores:
+            scores = tuple(self.scores[: len(self.output_ids)])
+            self.output = replace(self.output, scores=scores, prompt_scores=tuple(self.prompt_scores))
         self.status, self.num_generated = SequenceStatus.FINISHED, len(self.output_ids)
 
     @property

@@ -126,6 +126,10 @@ class RolloutForward:
         leaving = self._short(gpt, entering) if self.is_short else self._stock(gpt, entering, positions)
         return leaving[:, : self._policy.vocab_size].float() if gpt.post_process else leaving
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 logits [N, V] of what goes into the head, ``[N, hidden]``; on the model's last stage."""
+        return self._head(self._policy.chunks[-1], hidden)[:, : self._policy.vocab_size].float()
+
     def _short(self, gpt: GPTModel, entering: torch.Tensor) -> torch.Tensor:
         plan, hidden, pending = self._plan, entering, None
         if gpt.pre_process:
@@ -138,7 +142,9 @@ class RolloutForward:
         if not gpt.post_process:
             return plan.ops.add(hidden, pending)
         _, normed = plan.ops.add_norm(hidden, pending, gpt.decoder.final_layernorm, None)
-        chosen = plan.last_token_logits(normed[None])
+        return self._head(gpt, plan.last_token_logits(normed[None]))
+
+    def _head(self, gpt: GPTModel, chosen: torch.Tensor) -> torch.Tensor:
         tied = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         if self._is_whole:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_rl.inference.staged import StagedRouting
 
 Record = dict[str, Any]
+_NOT_KEPT = {"cached_tokens", "scores", "prompt_scores"}
 _PACKED = {"token_ids": "i", "inference_logprobs": "f"}
 """Fields of a completion that are arrays, and their number types."""
 _FILE_NAME = re.compile(r"step_(\d{7,})\.rank_\d+\.journal")
@@ -235,12 +236,12 @@ def _described(rollout: Rollout) -> Record:
 
 
 def described(completion: Completion) -> Record:
-    """Return JSON values; without ``cached_tokens``, which differ from start to start."""
+    """Return JSON values; without ``cached_tokens``, which differ from start to start, and scores, which are none."""
     packed: Record = {name: _packed(kind, getattr(completion, name)) for name, kind in _PACKED.items()}
     if completion.routing is not None:
         routing = completion.routing.numpy()
         packed["routing"] = [routing.dtype.name, routing.shape, base64.b64encode(routing).decode()]
-    return {name: value for name, value in {**vars(completion), **packed}.items() if name != "cached_tokens"}
+    return {name: value for name, value in {**vars(completion), **packed}.items() if name not in _NOT_KEPT}
 
 
 def _rollout(record: Record, wants_routing: bool) -> Rollout:

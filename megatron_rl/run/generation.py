@@ -105,6 +105,13 @@ def why_fixed(config: RLConfig) -> str:
     return ""
 
 
+def why_unscored(config: RLConfig) -> str:
+    """Say why the endpoint has the log-probs of sampled tokens alone; empty if it has others."""
+    if config.rollout.rl_inference_engine == "mcore":
+        return "--rl-inference-engine mcore records those of sampled tokens alone"
+    return "the last pipeline stage computes them, and the first one answers" if config.stages.count > 1 else ""
+
+
 def build_rollouter(run: Run, engine: Engine) -> Rollouter:
     """Drives the engine and has its samples graded; closed when the run ends."""
     rollouter = Rollouter(
@@ -141,6 +148,7 @@ def serve_harnesses(run: Run) -> HarnessSettings | None:
             max_new_tokens=max(rollout.rl_max_new_tokens, rollout.rl_eval_max_new_tokens),
             port=port and port + run.groups.rollout_rank,
             fixed=why_fixed(config),
+            unscored=why_unscored(config),
         )
         endpoint.start()
         run.closing.callback(endpoint.close)

@@ -56,6 +56,7 @@ def test_what_is_drawn_and_what_is_batched(model):
             _batches(generator, endpoint, client)
             _hangs_up(generator, endpoint, client)
             _keeps_to_grammars(generator, endpoint, client)
+            _knows_how_likely_others_were(generator, endpoint, client)
         finally:
             endpoint.close()
 
@@ -127,6 +128,35 @@ def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) ->
     steps_together = statistics.decode_steps - before - steps_alone
     assert together == one_by_one, "whoever else asks changes no answer"
     assert steps_together <= steps_alone / 8
+
+
+def _knows_how_likely_others_were(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:
+    """As lm-eval asks: is a continuation the likeliest, and what is its log-prob; as chats do, of what was drawn."""
+    ids = [72, 101, 108, 108, 111, 33]
+    likelihood = {"model": "policy", "prompt": ids, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+    asked = {"logprobs": True, "top_logprobs": 3, "temperature": 0, "max_tokens": 6}
+
+    def converse() -> tuple[Any, ...]:
+        chat = client.chat.completions.create(**ASK | asked).choices[0]
+        echoed = client.completions.create(**likelihood).choices[0]
+        shown = client.completions.create(model="policy", prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 2})
+        return chat, echoed, shown.choices[0]
+
+    chat, echoed, shown = _while_serving(generator, endpoint, converse)
+    for token in chat.logprobs.content:
+        assert token.logprob == token.top_logprobs[0].logprob, "it is the likeliest"
+        assert token.bytes == token.top_logprobs[0].bytes
+        assert len(token.top_logprobs) == 3
+    logprobs = echoed.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(ids) + 1
+    assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
+    pairs = zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
+    assert all(own <= max(top.values()) for own, top in pairs)
+    assert logprobs.token_logprobs[-1] == max(logprobs.top_logprobs[-1].values())
+    assert echoed.text.startswith(generator.tokenizer.decode(ids))
+    assert shown.prompt_logprobs[0] is None
+    own = [entry[str(token)]["logprob"] for entry, token in zip(shown.prompt_logprobs[1:], ids[1:], strict=True)]
+    assert own == pytest.approx(logprobs.token_logprobs[1:-1], abs=1e-6)
 
 
 def _keeps_to_grammars(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:

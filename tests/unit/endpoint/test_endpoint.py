@@ -25,7 +25,7 @@ def test_a_chat(endpoint, tokenizer):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 2 * written)
     logprobs = answer.choices[0].logprobs.content
     assert [each.logprob for each in logprobs] == [-float(n) for n in range(written)]
-    assert (logprobs[2].token, logprobs[2].bytes, logprobs[0].bytes) == ("1", [49], None)
+    assert (logprobs[2].token, logprobs[2].bytes, logprobs[0].bytes) == ("1", [49], [0xC3])
     assert logprobs[-1].token == "<|end|>"
 
 

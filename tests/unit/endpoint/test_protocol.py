@@ -27,13 +27,14 @@ def text(**fields: Any) -> TextRequest:
 def test_all_that_a_chat_may_ask_for():
     request = chat(
         max_tokens=9, max_completion_tokens=7, temperature=0, top_p=0.5, top_k=-1, n=3, seed=-4, stop=["a", "b", "a"],
-        stream=True, stream_options={"include_usage": True}, logprobs=True, tools=[TOOL], tool_choice="auto",
+        stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=5, tools=[TOOL],
+        tool_choice="auto",
         min_p=0.1, stop_token_ids=[7, 7], min_tokens=2, logit_bias={"3": -100, "4": 0}, presence_penalty=1,
         frequency_penalty=-0.5, ignore_eos=True,
     )  # fmt: skip
     constraints = Constraints("", ((3, -100.0),), 1.0, -0.5, 2, True)
     drawing = Drawing(7, 0.0, 0.5, 0, 0.1, ("a", "b"), (7,), constraints, "logit_bias")
-    assert request.options == Options(3, -4, True, True, True, None, drawing)
+    assert request.options == Options(3, -4, True, True, True, 5, None, None, drawing)
     assert (request.tools, request.reads_calls) == ((TOOL,), True)
     assert not chat(tools=[TOOL], tool_choice="none").reads_calls
     assert chat() == chat(
@@ -61,6 +62,10 @@ def test_prompts():
     assert text(prompt=["a", "b"]).prompts == ("a", "b")
     assert text(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
     assert text(logprobs=0).options.logprobs
+    asked = text(logprobs=2, echo=True)
+    assert (asked.echo, asked.options.top_logprobs, asked.options.prompt_logprobs) == (True, 2, 2)
+    assert text(echo=True).options == Options()
+    assert text(prompt_logprobs=0).options.prompt_logprobs == 0
     assert not text(best_of=1).options.logprobs
 
 
@@ -98,7 +103,9 @@ def test_prompts():
         ({"stop": [3]}, "stop[0]", "give a text"),
         ({"stop": ["a", "a" * 257]}, "stop[1]", "at most 256"),
         ({"stream": "yes"}, "stream", "true or false"),
-        ({"top_logprobs": 2}, "top_logprobs", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "'logprobs' is not true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "from 0 to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "stream", "leave out"),
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "give text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
@@ -145,9 +152,9 @@ def test_chats_that_are_refused(fields, param, why):
         ({"prompt": ["a", [True]]}, "prompt[1]", "is [True]"),
         ({"prompt": ["a"] * 257}, "n", "is 1 for each of 257 prompts"),
         ({"prompt": ["a"] * 3, "n": 86}, "n", "at most 256 answers"),
-        ({"logprobs": 1}, "logprobs", "is 1"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         ({"logprobs": True}, "logprobs", "a whole number"),
-        ({"echo": True}, "echo", "or give False"),
+        ({"echo": True, "stream": True}, "stream", "leave out 'echo'"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"best_of": 2}, "best_of", "choose among them"),
         ({"messages": [USER]}, "messages", "no field"),

@@ -125,6 +125,15 @@ def test_what_is_trained_on_is_drawn_from_the_model_itself(tokenizer, fields, pa
     assert "trained on" in error["message"]
 
 
+@pytest.mark.parametrize("fields", [{"logprobs": True, "top_logprobs": 1}, {"prompt_logprobs": 0}])
+def test_scores_that_nobody_computes(tokenizer, fields):
+    with listening(tokenizer) as endpoint:
+        session = endpoint.open_session("")
+        error = post(endpoint, ASK | fields, f"/sessions/{session}/v1/chat/completions").json()["error"]
+    assert (error["code"], error["param"] in fields) == ("unsupported_parameter", True)
+    assert "a session keeps those of the sampled tokens alone" in error["message"]
+
+
 def test_grammars_that_cannot_be_compiled(tokenizer):
     with listening(tokenizer) as endpoint:
         for fields, param in (({"guided_regex": "("}, "guided_regex"), ({"guided_json": {"type": "x"}}, "guided_json")):
