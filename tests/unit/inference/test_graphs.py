@@ -266,7 +266,7 @@ def test_the_flags_reach_the_engine(
     policy: PolicyModel, flags: dict[str, object], most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
-    monkeypatch.setattr(generation, "RolloutEngine", lambda _, options, *rest: built.append(options))
+    monkeypatch.setattr(generation, "RolloutEngine", lambda _, options, *rest, **more: built.append(options))
     tokenizer = SimpleNamespace(end_token_ids=(3,), decode=None)
     groups = SimpleNamespace(shares_experts=False, tensor_group=None)
     generation.build_engine(tiny_config(**flags), policy, tokenizer, groups)
