@@ -61,10 +61,14 @@ class Stage:
         self.endpoint.start()
         self.engine, self.stop = Engine(), StopRequest()
         self.attempts = 0
+        self.before_rewards: Callable[[HarnessRun], None] = lambda run: None
+        """Called for the first sample between its end and the closing of its session; nothing else runs meanwhile."""
 
     async def run_all(self, play: Play, runs: Sequence[HarnessRun]) -> list[Grade]:
         self.attempts += 1
-        return list(await asyncio.gather(*(self._run(play, run) for run in runs)))
+        grades = await asyncio.gather(*(self._run(play, run) for run in runs))
+        self.before_rewards(runs[0])
+        return grades
 
     async def _run(self, play: Play, run: HarnessRun) -> Grade:
         async with openai.AsyncOpenAI(base_url=run.base_url, api_key=run.api_key, max_retries=0) as client:
@@ -230,12 +234,15 @@ def test_a_call_that_comes_with_the_reward_is_left(stage: Stage) -> None:
 
     async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
         await ask(client, "ab")
-        body, header = {"model": "policy", "prompt": "abcx"}, {"Authorization": f"Bearer {client.api_key}"}
+        return Grade(1.0)
+
+    def call_late(run: HarnessRun) -> None:
+        body, header = {"model": "policy", "prompt": "abcx"}, {"Authorization": f"Bearer {run.api_key}"}
         post = partial(httpx.post, f"{run.base_url}/completions", json=body, headers=header, timeout=60)
         late.append(threads.submit(post))
         stage.endpoint.wait_blocking(30)  # the rollouter, on the same thread, takes nothing meanwhile
-        return Grade(1.0)
 
+    stage.before_rewards = call_late
     late: list[Future[httpx.Response]] = []
     with ThreadPoolExecutor(1) as threads:
         (rollout,) = stage.run(play).groups[0].rollouts
