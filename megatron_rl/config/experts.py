@@ -22,7 +22,7 @@ _OF_ROUTERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Mixture-of-experts options of some families (GLM-4.5, Qwen2-MoE); --load-hf sets them from config.json."""
+    """Mixture-of-experts options of some families; --load-hf sets them from config.json."""
 
     moe_layer_freq: str = flag("1")
     """Which layers have experts: N for every Nth layer from the first on, or a list with 0 for dense layers, e.g.
