@@ -39,8 +39,8 @@ from megatron_rl.atomic import write_text_atomic
 from megatron_rl.metrics.jsonl import to_plain
 from megatron_rl.types import Branch, Rollout, RolloutGroup, Task
 
-LEFT_OUT = ("routing", "cached_tokens")
-"""Fields of completions: large, and another number in each run."""
+LEFT_OUT = ("routing", "cached_tokens", "scores", "prompt_scores")
+"""Fields of completions: large, another number in each run, and those that only served answers have."""
 MAX_CHARACTERS = 4_000
 """Of a prompt or answer, in TensorBoard and wandb."""
 SHOWN_CHARACTERS = 300

@@ -13,7 +13,7 @@ for module in pkgutil.iter_modules(package.__path__):
     if module.name == "hf_evaluate":  # the adapter to a heavy library, imported by who asks for it
         continue
     importlib.import_module(f"megatron_rl.metrics.{module.name}")
-layers = ("metrics", "types", "errors", "arithmetic", "signals", "atomic", "json_text", "user_files")
+layers = ("metrics", "types", "sampling", "errors", "arithmetic", "signals", "atomic", "json_text", "user_files")
 allowed = tuple(f"megatron_rl.{layer}" for layer in layers)
 wrong = [name for name in sys.modules if name.startswith("megatron_rl.") and not name.startswith(allowed)]
 wrong += [name for name in ("torch", "wandb", "tensorboard", "megatron") if name in sys.modules]

@@ -27,7 +27,9 @@ SHAPES = {"tiny": (3, 4, 2), "Qwen3-30B-A3B": (5, 128, 8), "odd": (7, 60, 6), "o
 
 def router_of(experts: int, top_k: int, over_all: bool = False, bias: torch.Tensor | None = None) -> SimpleNamespace:
     """Its logits are the tokens."""
-    settings = SimpleNamespace(moe_router_pre_softmax=over_all)
+    settings = SimpleNamespace(
+        moe_router_pre_softmax=over_all, moe_router_score_function="softmax", moe_router_topk_scaling_factor=None
+    )
     eye, plain = torch.eye(experts), 0.0 if bias is None else bias
     return SimpleNamespace(topk=top_k, config=settings, weight=eye, bias=bias, gating=lambda x: x.float() + plain)
 
@@ -122,7 +124,12 @@ class ExpertChecks:
         from megatron_rl.models.kernels import gate_up
 
         inner, shares = 3 * randn(4, 200, dtype=dtype), randn(4, seed=1).abs()
-        config = SimpleNamespace(activation_func=functional.silu, gated_linear_unit=True)
+        config = SimpleNamespace(
+            activation_func=functional.silu,
+            activation_func_clamp_value=None,
+            glu_linear_offset=0.0,
+            gated_linear_unit=True,
+        )
         wanted = activated(inner, shares, config)
         found = gate_up(inner.to(self.device), packing, shares.to(self.device))
         if packing is None:
