@@ -53,7 +53,7 @@ def settings_of(directory: str | Path) -> dict[str, Any]:
 
 def config_of(lora: Lora, parts: list[LowRank], base: str) -> dict[str, Any]:
     """Return ``adapter_config.json`` of the adapters ``parts``; ``base`` is the model's directory or name."""
-    ranks = {rf"experts\\.\\d+\\.{name}": p.rank for p in parts if p.rank != lora.rank for name in p.adapted}
+    ranks = {rf"experts\.\d+\.{name}": p.rank for p in parts if p.rank != lora.rank for name in p.adapted}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none", "use_rslora": False,

@@ -17,7 +17,8 @@ from megatron_rl.cli.export import main as export
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import read_model
+from megatron_rl.families import ModelLayout, peft, read_model
+from megatron_rl.families.lora import Lora, adapters_of
 from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, current_groups, seed_everything
@@ -88,6 +89,19 @@ def run(tmp_path: Path, one_rank: ParallelGroups) -> tuple[Path, Path, torch.nn.
     start.optimization.start_again()
     train(policy, start)
     return tmp_path / "base", save(config, policy, start, checkpoints, 1), base, policy
+
+
+def test_peft_finds_the_rank_of_an_expert_by_its_name(tmp_path: Path) -> None:
+    from peft.utils.other import get_pattern_key
+
+    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    write_model(tmp_path, "qwen3_moe", sizes)
+    lora = Lora(8, 16.0, ("all",))
+    parts = adapters_of(ModelLayout.of(read_model(tmp_path).architecture), lora)
+    ranks = peft.config_of(lora, parts, "base")["rank_pattern"]
+    for module, rank in (("mlp.experts.3.gate_proj", 4), ("mlp.experts.12.down_proj", 4), ("self_attn.q_proj", 8)):
+        name = f"model.layers.0.{module}"
+        assert ranks.get(get_pattern_key(ranks, name), lora.rank) == rank
 
 
 @pytest.mark.parametrize("more", [[], ["--bf16", "--use-distributed-optimizer"]], ids=["fp32", "bf16"])
