@@ -75,7 +75,7 @@ def converted(settings: Mapping[str, Any]) -> Iterator[str]:
         left, right = line.split(" | ")
         sign = next((sign for sign in OPERATIONS if sign in left), ", ")
         names, ours = left.split(sign), right.replace("–", "").split(", ")
-        if sign != ", " and all(isinstance(settings.get(name), int) for name in names):
+        if sign != ", " and all(isinstance(settings.get(name), int) and settings[name] > 0 for name in names):
             flags[right.removeprefix("--")] = str(OPERATIONS[sign]([settings[name] for name in names]))
             comments |= dict.fromkeys(names)
         elif sign == ", ":

@@ -76,10 +76,12 @@ class BasePolicy:
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The adapters are off inside the ``with`` block."""
-        with without_adapters(self._policy):
+        try:
+            with without_adapters(self._policy):
+                self._tell_copies()
+                yield
+        finally:
             self._tell_copies()
-            yield
-        self._tell_copies()
 
     def _tell_copies(self) -> None:
         if self._copies is not None:

@@ -90,6 +90,10 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
     [
         ({"data.max_prompt_length": 512, "data.max_response_length": 1024}, "seq-length: 1536"),
         ({"generation_batch_size": 64, "num_generations": 8}, "grpo-prompts-per-step: 8"),
+        (
+            {"generation_batch_size": 64, "num_generations": 0},
+            "# num_generations: 0  (--grpo-group-size must be at least 1, got 0)",
+        ),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, "global-batch-size: 8"),
         ({"actor.kl_loss_coef": 0.1}, "# actor.kl_loss_coef: 0.1  (actor.use_kl_loss is off)"),
         ({"algorithm.adv_estimator": "gae", "algorithm.norm_adv_by_std_in_grpo": False}, "rl-advantage: gae"),
