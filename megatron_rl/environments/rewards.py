@@ -5,6 +5,7 @@ Each becomes a `Reward`, called with the completion and its task.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,10 @@ Reward = Callable[[str, Task], float | Grade]
 """From the completion and its task, whose data has the columns as ``row`` and the right answer as ``gold``."""
 _NOT_HERE = ("completion_ids", "trainer_state")
 """What TRL gives a reward beside prompts, completions and columns, and nobody knows where answers are graded."""
+
+
+class NotApplicableError(Exception):
+    """A function of TRL's signature returned None for this sample. Alone it masks the sample, like any error."""
 
 
 def reward_of(reference: str) -> Reward:
@@ -59,7 +64,9 @@ def _of_trl(reference: str, function: Callable[..., Any], signature: inspect.Sig
         returned = function(**given)
         if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
             raise TypeError(f"{reference} returned {returned!r:.60} for one completion, not a list of one number")
-        return 0.0 if returned[0] is None else returned[0]  # TRL: this reward does not apply to this sample
+        if returned[0] is None:
+            raise NotApplicableError(f"{reference} returned None: it does not apply to this sample")
+        return returned[0]
 
     return reward
 
@@ -67,7 +74,8 @@ def _of_trl(reference: str, function: Callable[..., Any], signature: inspect.Sig
 def weighted(weights: Mapping[str, float]) -> tuple[Reward, tuple[float, float | None]]:
     """Return the sum of rewards times their weights, and its lowest and highest value.
 
-    Each reward is also a metric of the grade, named like its grader or function. The first one says what is right.
+    Each reward is also a metric of the grade, named like its grader or function. The first one says what is right. Those
+    that do not apply to a sample are left out; a sample to which none applies is masked.
 
     Raises:
         ConfigError: one is not there.
@@ -84,11 +92,18 @@ def weighted(weights: Mapping[str, float]) -> tuple[Reward, tuple[float, float |
     tops = [None if high is None else weight * high for (_, high), weight in zip(ranges, weights.values(), strict=True)]
 
     def reward(completion: str, task: Task) -> Grade:
-        grades = [checked_grade(part(completion, task)) for _, _, part in parts]
-        if fault := next((each for each in grades if each.failed), None):
+        grades: dict[str, Grade] = {}
+        for name, _, part in parts:
+            with contextlib.suppress(NotApplicableError):
+                grades[name] = checked_grade(part(completion, task))
+        if not grades:
+            raise NotApplicableError(f"{' and '.join(names)} returned None: no reward applies to this sample")
+        if fault := next((each for each in grades.values() if each.failed), None):
             return fault
-        total = sum(weight * each.reward for (_, weight, _), each in zip(parts, grades, strict=True))
-        metrics = {name: each.reward for (name, _, _), each in zip(parts, grades, strict=True)}
-        return Grade(total, metrics, grades[0].status, grades[0].extracted, correct=is_right(grades[0], ranges[0]))
+        total = sum(weight * grades[name].reward for name, weight, _ in parts if name in grades)
+        metrics = {name: each.reward for name, each in grades.items()}
+        if (first := grades.get(names[0])) is None:
+            return Grade(total, metrics)
+        return Grade(total, metrics, first.status, first.extracted, correct=is_right(first, ranges[0]))
 
     return reward, (lowest, None if None in tops else sum(tops))

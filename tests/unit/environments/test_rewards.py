@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class TestTrlsSignature:
     @pytest.mark.parametrize(
         ("name", "text", "reward"),
-        [("brief", "5", 1.0), ("brief", "It is 5.", 0.0), ("by_level", "5", 2.0), ("does_not_apply", "5", 0.0)],
+        [("brief", "5", 1.0), ("brief", "It is 5.", 0.0), ("by_level", "5", 2.0)],
     )
     def test_chats_and_columns_come_as_lists_of_one(self, name: str, text: str, reward: float) -> None:
         assert grade(make([ROW], reward=f"trl.py:{name}", **NO_TEST), text).reward == reward
@@ -60,6 +60,15 @@ class TestTrlsSignature:
     def test_a_return_that_is_no_list_of_one_masks_the_sample(self) -> None:
         result = grade(make([ROW], reward="trl.py:shapeless", **NO_TEST), "5")
         assert result.failed and "returned 1.0 for one completion, not a list of one number" in result.message
+
+    def test_none_is_no_reward_of_0(self) -> None:
+        """Alone it masks the sample; beside others it is left out."""
+        result = grade(make([ROW], reward="trl.py:does_not_apply", **NO_TEST), "5")
+        assert result.failed and "returned None" in result.message
+        both = grade(make([ROW], rewards={"exact": 1, "trl.py:does_not_apply": 1}, **NO_TEST), "5")
+        assert (both.reward, dict(both.metrics), both.correct) == (1.0, {"exact": 1.0}, True)
+        none = grade(make([ROW], rewards={"trl.py:does_not_apply": 1}, **NO_TEST), "5")
+        assert none.failed and "returned None" in none.message
 
     @pytest.mark.parametrize("name", ["with_ids", "waits"])
     def test_what_only_trl_can_give_is_refused(self, name: str) -> None:
