@@ -74,8 +74,8 @@ def _of_trl(reference: str, function: Callable[..., Any], signature: inspect.Sig
 def weighted(weights: Mapping[str, float]) -> tuple[Reward, tuple[float, float | None]]:
     """Return the sum of rewards times their weights, and its lowest and highest value.
 
-    Each reward is also a metric of the grade, named like its grader or function. The first one says what is right. Those
-    that do not apply to a sample are left out; a sample to which none applies is masked.
+    Each reward is also a metric of the grade, named like its grader or function. The first one says what is right.
+    Those that do not apply to a sample are left out; a sample to which none applies is masked.
 
     Raises:
         ConfigError: one is not there.
