@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from typing import Any
 
 from megatron_rl.environments.grading.bounds import (
@@ -68,18 +69,27 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 def judge(completion: str, gold: str) -> Grade:
     """The verdict on a completion; ``gold`` is an answer, bare or in TeX, or a solution that ends in one."""
     from math_verify import parse  # noqa: F401 - its import takes a second, which is no part of the grade's
-    from sympy.core.cache import clear_cache
 
     answer, boxed = _answer(final_part(completion))
     if not answer:
         return Grade(REWARDS[0], status="no_answer")
+    known = len(sys.modules)
+    status = _timed_status(answer, boxed, gold)
+    if status == "timeout" and len(sys.modules) > known:
+        # sympy imports on first use, up to a second on a slow processor; the second try has these modules.
+        status = _timed_status(answer, boxed, gold)
+    return Grade(REWARDS[status == "correct"], status=status, extracted=answer)
+
+
+def _timed_status(answer: str, boxed: bool, gold: str) -> str:
+    from sympy.core.cache import clear_cache
+
     try:
         with processor_time(GRADE_SECONDS):
-            status = _status(answer, boxed, gold)
+            return _status(answer, boxed, gold)
     except OutOfTime:
         clear_cache()  # while sympy asks whether x is positive, it has noted "unknown" for x, which would stay
-        status = "timeout"
-    return Grade(REWARDS[status == "correct"], status=status, extracted=answer)
+        return "timeout"
 
 
 def _status(answer: str, boxed: bool, gold: str) -> str:

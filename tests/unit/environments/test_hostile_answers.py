@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import signal
+import sys
 import time
 
 import pytest
@@ -45,6 +47,31 @@ def test_a_usual_answer_is_right_against_itself(answer):
 )
 def test_no_bound_costs_a_right_answer_of_ordinary_length(answer, gold):
     assert grader.judge(f"\\boxed{{{answer}}}", gold).status == "correct"
+
+
+def test_a_first_grade_is_not_cut_short_by_its_imports(monkeypatch):
+    """A try that imported something and ran out of time is tried once more; one that imported nothing is not."""
+    tries = []
+
+    @contextlib.contextmanager
+    def out_of_time(_: float):
+        tries.append(1)
+        if len(tries) == 1:
+            monkeypatch.setitem(sys.modules, "imported_by_the_first_grade", sys)
+            raise bounds.OutOfTime
+        yield
+
+    monkeypatch.setattr(grader, "processor_time", out_of_time)
+    assert grader.judge(r"\boxed{6}", "6").status == "correct"
+    assert len(tries) == 2
+
+    def always(_: float):
+        tries.append(1)
+        raise bounds.OutOfTime
+
+    monkeypatch.setattr(grader, "processor_time", always)
+    assert grader.judge(r"\boxed{6}", "6").status == "timeout"
+    assert len(tries) == 3
 
 
 def test_an_answer_too_large_to_compare_is_right_when_it_is_the_gold_answer_as_it_stands():
