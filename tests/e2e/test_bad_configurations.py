@@ -191,6 +191,6 @@ def test_under_torchrun_the_lines_are_whole(workshop, used_port, endless_tokeniz
         ours = launch.output.partition("torch/distributed")[0]
         assert "Traceback" not in ours
         cause = launch.output.partition("Root Cause")[2]  # torchrun's: the first rank that ended
-        assert "rank      : 0" in cause
+        assert "rank      : 0" in cause or ranks == 2, "of two connected ranks, either may end first"
         assert "exitcode  : 2" in cause
         assert launch.leftovers() == []
