@@ -21,7 +21,7 @@ MAX_TEMPLATE = 2**20
 OURS = frozenset({
     "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs", "tools",
+    "tokenizer_kwargs", "tools", "sanitize_control_tokens", "conversations",
 })  # fmt: skip
 """Arguments of transformers' ``apply_chat_template`` that are no variables of the template, or that we set."""
 

@@ -69,6 +69,11 @@ class Tokenizer:
         formatting._chats = self._chats if by_environment is None else by_environment
         return formatting
 
+    def with_variables(self, environment: str, template_kwargs: Mapping[str, Any]) -> Tokenizer:
+        """Copy that gives the chat template of ``environment`` these variables beside its own."""
+        chat = ChatFormat(template_kwargs=template_kwargs).over(self._chats.get(environment, ChatFormat()))
+        return self.formatting(by_environment={**self._chats, environment: chat})
+
     def reading_at_most(self, tokens: int) -> Tokenizer:
         """Copy whose `encode` refuses, without encoding it, a text that ``tokens`` tokens cannot hold."""
         reading = copy(self)

@@ -17,8 +17,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megatron_rl.endpoint.pending_calls import Call as Call
-from megatron_rl.endpoint.pending_calls import Limits, PendingCalls
+from megatron_rl.endpoint.asked import Call as Call
+from megatron_rl.endpoint.asked import Limits
+from megatron_rl.endpoint.pending_calls import PendingCalls
 from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine

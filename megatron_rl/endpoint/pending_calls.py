@@ -16,63 +16,18 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.endpoint.answers import AnswerReader, Choice
+from megatron_rl.endpoint.asked import Call, Limits, sampling_of
 from megatron_rl.endpoint.fields import ApiError, refuse
-from megatron_rl.endpoint.options import Drawing, Options
+from megatron_rl.endpoint.options import Options
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest
 from megatron_rl.endpoint.sessions import PlannedCall, Session, SessionEnd
 from megatron_rl.endpoint.shaping import Shaping
 from megatron_rl.errors import MegatronRLError, TextTooLong, one_line, shorten
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, SamplingParams
+from megatron_rl.types import Completion
 
 OnProgress = Callable[[int, tuple[int, ...]], None]
 """Takes the index of a choice and all its tokens so far."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One answer that is asked for: prompt ``P0 P1``, answered ``A0 E``, and then ``R0 R1`` goes on from it."""
-
-    number: int
-    """Unique in the endpoint."""
-    session: str | None
-    """None: nobody trains on it."""
-    after: int | None
-    """The call of the same session whose answer it goes on from; None: a root."""
-    ids: tuple[int, ...]
-    """Of a root the whole prompt, else what the model reads after that answer (``R0 R1``)."""
-    branch: int
-    """In a session which of the sample's sequences it draws; else the index of the choice. Each has its seeds."""
-    max_new_tokens: int
-    """There is room for so many."""
-    stop: tuple[str, ...]
-    """The caller's own, beside the run's."""
-    stop_token_ids: tuple[int, ...]
-    """The caller's own."""
-    sampling: SamplingParams | None
-    """Where there is no session: the caller's, with ``max_new_tokens`` and ``stop``."""
-    seed: int | None
-    """The caller's, without a session."""
-    top_logprobs: int = 0
-    """See `Hints`; without a session."""
-    scores_prompt: bool = False
-    """The same."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the endpoint can do."""
-
-    model: str
-    """Its name."""
-    max_sequence_length: int
-    max_new_tokens: int
-    sampling: SamplingParams
-    """What callers leave open."""
-    fixed: str = ""
-    """Why the engine draws from the model's own distribution alone; empty where it need not."""
-    unscored: str = ""
-    """Why it knows the log-probs of drawn tokens alone; empty where it knows those of others."""
 
 
 @dataclass(eq=False)
@@ -162,7 +117,8 @@ class PendingCalls:
         # No other call of its conversation has these ids, and they are the same in each run.
         prefix, stop = f"call_{len(request.messages)}", request.options.drawing.stop
         reader = AnswerReader(self.tokenizer, stop, parser if request.reads_calls else "", request.tools, prefix)
-        plan = partial(session.begin_chat, messages=request.messages, tools=request.tools)
+        asked = {"tools": request.tools, "template_kwargs": request.template_kwargs}
+        plan = partial(session.begin_chat, messages=request.messages, **asked)
         options = replace(request.options, drawing=drawing)
         return await self._ask(session, options, "messages", [plan], reader, on_progress)
 
@@ -259,7 +215,7 @@ class PendingCalls:
             max_new_tokens=max_new_tokens,
             stop=drawing.stop,
             stop_token_ids=drawing.stop_token_ids,
-            sampling=None if is_trained else _sampling(drawing, self.limits.sampling, max_new_tokens),
+            sampling=None if is_trained else sampling_of(drawing, self.limits.sampling, max_new_tokens),
             seed=None if is_trained else options.seed,
             top_logprobs=options.top_logprobs,
             scores_prompt=options.prompt_logprobs is not None,
@@ -322,23 +278,6 @@ def _settle(answer: asyncio.Future[Choice], reading: asyncio.Future[Choice]) -> 
         answer.set_exception(error)
     else:
         answer.set_result(reading.result())
-
-
-def _sampling(asked: Drawing, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
-    """What the caller asks for, and ``default`` where it leaves something open. Temperature 0 is greedy."""
-    temperature = default.temperature if asked.temperature is None else asked.temperature
-    return replace(
-        default,
-        temperature=temperature or 1.0,
-        greedy=temperature == 0 or (asked.temperature is None and default.greedy),
-        top_k=default.top_k if asked.top_k is None else asked.top_k,
-        top_p=default.top_p if asked.top_p is None else asked.top_p,
-        min_p=default.min_p if asked.min_p is None else asked.min_p,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
-        stop_token_ids=asked.stop_token_ids,
-        constraints=asked.constraints,
-    )
 
 
 def _too_long(longest: int, has: str, param: str) -> ApiError:

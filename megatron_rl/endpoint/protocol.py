@@ -9,9 +9,11 @@ ignored: clients send back all they have of an answer. Messages come in one form
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.chat import kwargs_refusal
 from megatron_rl.endpoint.fields import ApiError, Fields, refuse, typed
 from megatron_rl.endpoint.options import Options, read_options
 from megatron_rl.environments.tool_calls import Tools, checked_tools
@@ -38,6 +40,8 @@ class ChatRequest:
     """The answer is a call of one of these."""
     one_call: bool = False
     """It ends with its first call."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, beside the run's."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,13 @@ def read_chat(body: Any, vocab_size: int) -> ChatRequest:
         refuse("top_logprobs", f"is {most}, and 'logprobs' is not true; set it")
     limits = [fields.number(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
     max_new_tokens = min((limit for limit in limits if limit is not None), default=None)
+    template_kwargs = _template_kwargs(fields)
     options = read_options(fields, most or 0 if logprobs else None, max_new_tokens, vocab_size)
     one_call = bool(tools) and (several is False or choice == "function")
     if forced and options.shape is not None:
         refuse("tool_choice", f"forces a call, and {options.shape.param!r} another answer; give one of them")
-    return ChatRequest(model, options, messages, tools, bool(tools) and choice != "none", forced, one_call)
+    reads_calls = bool(tools) and choice != "none"
+    return ChatRequest(model, options, messages, tools, reads_calls, forced, one_call, template_kwargs)
 
 
 def read_text(body: Any, vocab_size: int) -> TextRequest:
@@ -90,6 +96,14 @@ def _fields(body: Any) -> Fields:
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_type", f"the body is {shorten(body)}; give a JSON object")
     return Fields(body)
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    given = fields.get("chat_template_kwargs", dict) or {}
+    refusal = kwargs_refusal(given)
+    if refusal is not None:
+        refuse("chat_template_kwargs", refusal)
+    return given
 
 
 def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:

@@ -99,16 +99,23 @@ class Session:
     # -- a call comes ----------------------------------------------------------------------------
 
     def begin_chat(
-        self, numbers: Sequence[int], messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = ()
-    ) -> list[PlannedCall]:
+        self, numbers: Sequence[int], messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PlannedCall]:  # fmt: skip
         """Plan calls with one chat: they go on from the longest history that was answered. Contents are text or None.
+
+        A history with other tools or ``template_kwargs``, variables of the template, is another one.
 
         Raises:
             EnvironmentFault: the chat template refuses the messages; there was no call then.
             TextTooLong: see `Tokenizer.reading_at_most`.
         """
+        tokenizer = self._tokenizer
+        if template_kwargs:
+            tokenizer = tokenizer.with_variables(self.environment, template_kwargs)
         texts = [_canonical(message) for message in messages]
-        history, answered, num_known = blake2b(_sorted(list(tools)).encode(), digest_size=16), [], 0
+        begin = _sorted([list(tools), dict(template_kwargs or {})])
+        history, answered, num_known = blake2b(begin.encode(), digest_size=16), [], 0
         for count, text in enumerate(texts, start=1):
             history = _followed(history, text)
             if history.digest() not in self._histories:
@@ -118,9 +125,9 @@ class Session:
 
         def encode(after: int | None) -> Sequence[int]:
             if after is None:
-                return self._tokenizer.encode_prompt(messages, self.environment, tools)
+                return tokenizer.encode_prompt(messages, self.environment, tools)
             before, new, ended = messages[: num_known - 1], messages[num_known:], self._has_ended(after)
-            return self._tokenizer.encode_reply(before, new, ended, self.environment, tools)
+            return tokenizer.encode_reply(before, new, ended, self.environment, tools)
 
         try:
             planned = self._begin(numbers, answered, encode, history)

@@ -85,6 +85,8 @@ def test_prompts():
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", "missing"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].tool_call_id", "is missing"),
         ({"model": None}, "model", "is missing"),
+        ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs", "give an object"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "has 'tokenize', which is not for"),
         ({"n": 0}, "n", "from 1 to 128"),
         ({"n": 1.0}, "n", "a whole number"),
         ({"n": True}, "n", "a whole number"),
@@ -158,6 +160,7 @@ def test_chats_that_are_refused(fields, param, why):
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"best_of": 2}, "best_of", "choose among them"),
         ({"messages": [USER]}, "messages", "no field"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs", "no field"),
     ],
 )
 def test_completions_that_are_refused(fields, param, why):

@@ -18,6 +18,7 @@ from megatron_rl.errors import EnvironmentFault
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import Completion, Message
 from tests.support.chat_templates import CHATML, QWEN3
+from tests.support.endpoint import byte_tokenizer
 
 WORDS = "It is 4. Very sure. <think> hm </think> look up X Result: four, Yes 5! <tool_call> <tool_response>"
 SYSTEM = {"role": "system", "content": "Be short."}
@@ -112,6 +113,32 @@ def test_thoughts_stay_as_they_were_sampled(session: Session, tokenizer: Tokeniz
     end = tokenizer.decode_raw([tokenizer.end_token_id])
     expected = f"\n<|im_start|>user\n{AGAIN['content']}{end}\n<|im_start|>assistant\n"
     assert (later.after, tokenizer.decode_raw(later.ids)) == (0, expected)
+
+
+def test_variables_of_the_template_are_part_of_a_history(tmp_path_factory) -> None:
+    """As Qwen3's `enable_thinking`: a reply is what the template writes with it, and another value begins anew."""
+    template = CHATML.removesuffix("\n") + "{% if short %}{{ 'Short: ' }}{% endif %}"
+    tokenizer = byte_tokenizer(tmp_path_factory.mktemp("variables"), template)
+    session, asked = Session("", tokenizer), {"short": True}
+
+    def ask(number: int, messages: tuple[Message, ...], **template_kwargs: Any) -> PlannedCall:
+        (planned,) = session.begin_chat([number], messages, (), template_kwargs)
+        return planned
+
+    history = (USER, said("4"), AGAIN)
+    first = ask(0, (USER,), **asked)
+    assert tokenizer.decode(first.ids) == tokenizer.render([USER]) + "Short: "
+    ids = (*tokenizer.encode("4"), tokenizer.end_token_id)
+    session.add_answer(0, said("4"), Completion(ids, (-1.0, -1.0), "stop", 0))
+    same, other, none = ask(1, history, **asked), ask(2, history, short=False), ask(3, history)
+    assert [planned.after for planned in (same, other, none)] == [0, None, None]
+    with_variable = tokenizer.with_variables("", asked).render(history)
+    assert with_variable.endswith(tokenizer.decode_raw(same.ids))
+    assert tokenizer.decode_raw(same.ids).endswith("Short: ")
+    assert tokenizer.decode(none.ids) == tokenizer.render(history)
+    for number in (1, 2, 3):
+        session.add_answer(number, said("Yes"), Completion((tokenizer.end_token_id,), (-1.0,), "stop", 0))
+    assert session.end().edited == 0, "its answers are still those that were sampled"
 
 
 def test_a_turn_that_was_cut_is_closed(session: Session, tokenizer: Tokenizer) -> None:
