@@ -69,6 +69,8 @@ class Options:
     shape: Shape | None = None
     """What the answer has to look like; None: any text."""
     drawing: Drawing = Drawing()
+    returns_ids: bool = False
+    """The response has the ids of its tokens and of the prompt's."""
 
 
 def read_options(
@@ -90,6 +92,7 @@ def read_options(
         prompt_logprobs=max((n for n in (of_prompt, logprobs if echo else None) if n is not None), default=None),
         shape=read_shape(fields),
         drawing=_drawing(fields, max_new_tokens, vocab_size),
+        returns_ids=bool(fields.get("return_token_ids", bool)),
     )
     if options.stream and (echo or options.prompt_logprobs is not None):
         refuse("stream", "is true, and the prompt does not come in a stream; leave out 'echo' and 'prompt_logprobs'")

@@ -36,7 +36,8 @@ class PendingCall:
 
     call: Call
     session: Session
-    num_prompt_tokens: int
+    prompt_ids: tuple[int, ...]
+    """The whole prompt."""
     reader: AnswerReader
     answer: asyncio.Future[Choice]
     on_progress: Callable[[tuple[int, ...]], None] | None = None
@@ -161,7 +162,7 @@ class PendingCalls:
             call = self._call(number, session, plan, options, index % options.n)
             answer = asyncio.get_running_loop().create_future()
             report = on_progress and partial(on_progress, index)
-            self._pending[number] = PendingCall(call, session, plan.num_prompt_tokens, reader, answer, report)
+            self._pending[number] = PendingCall(call, session, plan.prompt_ids, reader, answer, report)
             self._put(call)
             pending.append(self._pending[number])
         return pending

@@ -33,44 +33,58 @@ class Envelope:
     """Decodes prompts where they stand before the answers."""
     prompt_logprobs: Tokenizer | None = None
     """Decodes tokens where the client wants the log-probs of prompts."""
+    returns_ids: bool = False
+    """As vLLM's `return_token_ids`: of a chat the prompt's ids stand beside the choices, of a text within each."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def response(self, choices: Sequence[str], usage: dict[str, Any], policy_version: int) -> str:
+    def response(
+        self, choices: Sequence[str], usage: dict[str, Any], policy_version: int, prompt_ids: Sequence[int]
+    ) -> str:
         """Return the JSON of a response that is not streamed, of ``choices`` as `choice_json` gives them."""
-        rest = self._object([], usage=usage, system_fingerprint=f"policy-{policy_version}")
+        fingerprint, prompt = f"policy-{policy_version}", self._prompt(prompt_ids, of_chat=True)
+        rest = self._object([], usage=usage, system_fingerprint=fingerprint, **prompt)
         del rest["choices"]
         return f'{json.dumps(rest)[:-1]}, "choices": [{", ".join(choices)}]}}'
 
     def choice_json(self, index: int, choice: Choice, prompt_ids: Sequence[int]) -> str:
-        """Return the JSON of one choice; ``prompt_ids`` are what a call outside sessions was asked with."""
+        """Return the JSON of one choice; ``prompt_ids`` are its whole prompt."""
         before = self.echo.decode(prompt_ids) if self.echo is not None else ""
         answer = {"message": choice.message} if self.is_chat else {"text": before + choice.text}
         ending = self._ending(choice, prompt_ids if self.echo is not None else ())
         if self.prompt_logprobs is not None:
             scores = zip(prompt_ids[1:], choice.completion.prompt_scores, strict=True)
             ending["prompt_logprobs"] = [None, *(_prompt_entry(*each, self.prompt_logprobs) for each in scores)]
-        return json.dumps({"index": index, **answer, **ending})
+        ids = self._ids(choice.completion.token_ids) | self._prompt(prompt_ids, of_chat=False)
+        return json.dumps({"index": index, **answer, **ending, **ids})
 
-    def chunk(self, index: int, text: str, is_first: bool) -> bytes:
-        """Return the event with more text of a choice."""
-        delta = {"role": "assistant", "content": text} if is_first else {"content": text}
-        answer = {"delta": delta} if self.is_chat else {"text": text}
-        return self._event({"index": index, **answer, "logprobs": None, "finish_reason": None})
+    def chunk(self, index: int, text: str, ids: Sequence[int], prompt_ids: Sequence[int] | None = None) -> bytes:
+        """Return the event with more text of a choice and the ``ids`` drawn since; the first with the prompt's."""
+        delta = {"content": text} if prompt_ids is None else {"role": "assistant", "content": text}
+        answer = ({"delta": delta} if self.is_chat else {"text": text}) | {"logprobs": None, "finish_reason": None}
+        of_text = self._ids(ids) | self._prompt(prompt_ids, of_chat=False)
+        return self._event({"index": index, **answer, **of_text}, **self._prompt(prompt_ids, of_chat=True))
 
-    def last_chunk(self, index: int, choice: Choice, rest: str) -> bytes:
-        """Return the event that ends a choice: the rest of its text, its tool calls, its log-probs."""
+    def last_chunk(self, index: int, choice: Choice, rest: str, ids: Sequence[int]) -> bytes:
+        """Return the event that ends a choice: the rest of its text and ids, its tool calls, its log-probs."""
         calls = [{"index": number, **call} for number, call in enumerate(choice.tool_calls)]
         delta = ({"content": rest} if rest else {}) | ({"tool_calls": calls} if calls else {})
         answer = {"delta": delta} if self.is_chat else {"text": rest}
-        return self._event({"index": index, **answer, **self._ending(choice)})
+        return self._event({"index": index, **answer, **self._ending(choice), **self._ids(ids)})
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """Return the event with the numbers of tokens."""
         return _event(self._object([], is_chunk=True, usage=usage))
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return _event(self._object([choice], is_chunk=True))
+    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
+        return _event(self._object([choice], is_chunk=True, **more))
+
+    def _ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(ids)} if self.returns_ids else {}
+
+    def _prompt(self, prompt_ids: Sequence[int] | None, of_chat: bool) -> dict[str, Any]:
+        is_shown = self.returns_ids and prompt_ids is not None and of_chat == self.is_chat
+        return {"prompt_token_ids": list(prompt_ids)} if is_shown else {}
 
     def _object(self, choices: list[dict[str, Any]], is_chunk: bool = False, **more: Any) -> dict[str, Any]:
         kind = "text_completion"
@@ -127,20 +141,23 @@ class Stream:
         for index, call in enumerate(pending):
             call.answer.add_done_callback(lambda _, index=index: self._changed.put_nowait(index))
         sent, num_open = [""] * len(pending), len(pending)
-        decoders = [call.reader.decoder() for call in pending]
+        sent_ids, decoders = [0] * len(pending), [call.reader.decoder() for call in pending]
         while num_open:
             index = await self._changed.get()
             token_ids, before = self._sampled.pop(index, None), sent[index]
+            prompt_ids = None if before else pending[index].prompt_ids
             if token_ids is None:
                 choice, num_open = pending[index].answer.result(), num_open - 1
-                chunks = [] if before else [self._envelope.chunk(index, "", is_first=True)]
-                rest = choice.text[len(before) :]
-                chunks.append(await self._in_text_thread(self._envelope.last_chunk, index, choice, rest))
+                chunks = [] if before else [self._envelope.chunk(index, "", (), prompt_ids)]
+                rest = choice.text[len(before) :], choice.completion.token_ids[sent_ids[index] :]
+                chunks.append(await self._in_text_thread(self._envelope.last_chunk, index, choice, *rest))
             else:
                 final = pending[index].reader.final_part(decoders[index].decode(token_ids))
                 sent[index] = max(before, final, key=len)
                 more = sent[index][len(before) :]
-                chunks = [self._envelope.chunk(index, more, is_first=not before)] if more else []
+                new_ids = token_ids[sent_ids[index] :]
+                chunks = [self._envelope.chunk(index, more, new_ids, prompt_ids)] if more else []
+                sent_ids[index] = len(token_ids) if more else sent_ids[index]
             for chunk in chunks:
                 await response.write(chunk)
 
@@ -148,7 +165,7 @@ class Stream:
 def usage_of(pending: Sequence[PendingCall], n: int) -> dict[str, Any]:
     """Count the tokens of prompts and answers, which are all there; the ``n`` choices of a prompt count it once."""
     completions = [call.answer.result().completion for call in pending]
-    num_prompt = sum(call.num_prompt_tokens for call in pending[::n])
+    num_prompt = sum(len(call.prompt_ids) for call in pending[::n])
     num_sampled = sum(len(completion.token_ids) for completion in completions)
     return {
         "prompt_tokens": num_prompt,

@@ -143,7 +143,7 @@ class Routes:
         options, in_text_thread = asked.options, self._pending.in_text_thread
         wanted = options.logprobs, getattr(asked, "echo", False), options.prompt_logprobs is not None
         decoders = (self._pending.tokenizer if each else None for each in wanted)
-        envelope = Envelope(isinstance(asked, ChatRequest), asked.model, *decoders)
+        envelope = Envelope(isinstance(asked, ChatRequest), asked.model, *decoders, options.returns_ids)
         stream = Stream(envelope, in_text_thread) if options.stream else None
         calls = await ask(request.match_info.get("session"), asked, stream and stream.add_tokens)
         usage = partial(usage_of, calls, options.n)
@@ -156,10 +156,11 @@ class Routes:
         choices = [call.answer.result() for call in calls]
         # One by one: no other client is served while JSON is made of a value.
         texts = [
-            await in_text_thread(envelope.choice_json, index, choice, calls[index].call.ids)
+            await in_text_thread(envelope.choice_json, index, choice, calls[index].prompt_ids)
             for index, choice in enumerate(choices)
         ]
-        response = envelope.response(texts, usage(), choices[0].completion.policy_version)
+        version, prompt_ids = choices[0].completion.policy_version, calls[0].prompt_ids
+        response = await in_text_thread(envelope.response, texts, usage(), version, prompt_ids)
         return web.Response(text=response, content_type="application/json")
 
 

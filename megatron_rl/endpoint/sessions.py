@@ -19,7 +19,7 @@ import itertools
 import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -47,6 +47,8 @@ class PlannedCall:
     """Of the whole prompt."""
     fingerprint: bytes
     """Of the whole prompt."""
+    prompt_ids: tuple[int, ...] = field(default=(), compare=False)
+    """The whole prompt; sessions do not keep it, as each turn has the earlier ones in it."""
 
 
 @dataclass(frozen=True)
@@ -187,23 +189,25 @@ class Session:
         """Each goes on from one of ``answered``, calls with one history, if there are any; it is encoded once."""
 
         @cache
-        def encoded(after: int | None) -> tuple[tuple[int, ...], bytes, int]:
+        def encoded(after: int | None) -> tuple[tuple[int, ...], bytes, tuple[int, ...]]:
             ids = tuple(encode(after))
             whole = (() if after is None else self._tokens_with_answer(after)) + ids
             # By their prompts: the order in which they come differs from run to run where several come at once.
-            return ids, blake2b(array("q", whole).tobytes(), digest_size=16).digest(), len(whole)
+            return ids, blake2b(array("q", whole).tobytes(), digest_size=16).digest(), whole
 
+        planned: list[PlannedCall] = []
         for number in numbers:
             # The first that nothing goes on from, so that equal answers keep their own.
             after = min(answered, key=lambda call: (self._nodes[call].num_followers > 0, call), default=None)
-            ids, fingerprint, num_tokens = encoded(after)
+            ids, fingerprint, whole = encoded(after)
             taken = self._branches.setdefault(fingerprint, set())
             branch = next(branch for branch in itertools.count() if branch not in taken)
             taken.add(branch)
             if after is not None:
                 self._nodes[after].num_followers += 1
-            self._nodes[number] = _Node(PlannedCall(after, ids, branch, num_tokens, fingerprint), prompt)
-        return [self._nodes[number].planned for number in numbers]
+            self._nodes[number] = _Node(PlannedCall(after, ids, branch, len(whole), fingerprint), prompt)
+            planned.append(replace(self._nodes[number].planned, prompt_ids=whole))
+        return planned
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Drop calls without an answer: they were refused, perhaps before they began, or their client hung up."""
