@@ -140,6 +140,8 @@ def serve(generator: Generator, endpoint: Endpoint | None, stop: Callable[[], bo
     ``endpoint``, on the main rank alone, was started.
     """
     engine, alone = generator.engine, generator.groups.model_group.size() == 1
+    if endpoint is not None:
+        endpoint.show(engine)
     while True:
         calls = None if endpoint is None else _news(endpoint, engine, stop)
         # Without a seed of the caller no two calls have the same.

@@ -181,8 +181,7 @@ class Tokenizer:
             chat_template=chat.template,
             tools=[dict(tool) for tool in offered] or None,
             tokenize=False,
-            add_generation_prompt=True,
-            **chat.template_kwargs,
+            **{"add_generation_prompt": True, **chat.template_kwargs},
         )
 
     def ignores_tools(self, environment: str = "") -> bool:
@@ -229,6 +228,10 @@ class Tokenizer:
         """Return the ids that `decode` leaves out."""
         kept = PARSERS.get(calls_of).markers if calls_of else ()
         return frozenset(number for text, number in self.special_tokens.items() if text not in kept)
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them."""
+        return self._backend.convert_ids_to_tokens(list(token_ids))
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:

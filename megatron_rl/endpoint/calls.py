@@ -19,10 +19,11 @@ from typing import Any
 
 from megatron_rl.endpoint.asked import Call as Call
 from megatron_rl.endpoint.asked import Limits
+from megatron_rl.endpoint.metrics import Metrics
 from megatron_rl.endpoint.pending_calls import PendingCalls
 from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
-from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.engine import Engine, EngineLoad
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Constraints, Hints, Place, Request, SamplingParams, SourcedTask, Task
 
@@ -60,13 +61,15 @@ class Endpoint:
         self.token = token or secrets.token_urlsafe(32)
         limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams(), fixed, unscored)
         tokenizer = tokenizer.reading_at_most(max_sequence_length)
-        self._pending = PendingCalls(tokenizer, limits, self._put, self._drop)
+        self._pending = PendingCalls(tokenizer, limits, Metrics(model, self._load), self._put, self._drop)
         self._http = HttpThread(self._pending, self.token, host, port)
         self._condition = threading.Condition()
         """Guards the three below, which the HTTP thread fills."""
         self._calls: list[Call] = []
         self._cancelled: list[int] = []
         self._wakers: set[Callable[[], object]] = set()
+        self._engine: Engine | None = None
+        """The one whose progress was shown."""
 
     def start(self) -> None:
         """Listen.
@@ -156,6 +159,11 @@ class Endpoint:
                 self._cancelled.append(number)
             self._calls = others
 
+    def _load(self) -> EngineLoad | None:
+        """What the engine has to do, and calls that it has not got yet; of the HTTP thread."""
+        load, waiting = self._engine and self._engine.load(), len(self._calls)
+        return load and load._replace(waiting=load.waiting + waiting)
+
     # -- answers ---------------------------------------------------------------------------------
 
     def deliver(self, number: int, completion: Completion) -> None:
@@ -168,6 +176,7 @@ class Endpoint:
 
     def show(self, engine: Engine) -> None:
         """Report the progress of all calls that are streamed; reads the device for those alone."""
+        self._engine = engine
         streams = engine.unfinished_tokens(lambda request: self._pending.is_streamed(request.place.call))
         for request, token_ids in streams:
             self.progress(request.place.call, token_ids)

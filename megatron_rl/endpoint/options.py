@@ -25,6 +25,7 @@ IGNORED = frozenset({
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, 1.0),
     "modalities": (["text"],),
+    "continue_final_message": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none",),
@@ -96,7 +97,7 @@ def read_options(
     )
     if options.stream and (echo or options.prompt_logprobs is not None):
         refuse("stream", "is true, and the prompt does not come in a stream; leave out 'echo' and 'prompt_logprobs'")
-    _refuse_unread(fields)
+    refuse_unread(fields)
     return options
 
 
@@ -157,7 +158,8 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def _refuse_unread(fields: Fields) -> None:
+def refuse_unread(fields: Fields) -> None:
+    """Refuse what nobody has read, unless it changes nothing."""
     for name, neutral in UNSUPPORTED.items():
         value = fields.take(name)
         if value is not None and not any(type(value) is type(same) and value == same for same in neutral):

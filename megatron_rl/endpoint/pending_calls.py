@@ -7,9 +7,10 @@ that reads texts runs, in the order asked, so that no long text keeps other clie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.asked import Call, Limits, sampling_of
 from megatron_rl.endpoint.fields import ApiError, refuse
+from megatron_rl.endpoint.metrics import Metrics
 from megatron_rl.endpoint.options import Options
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest
 from megatron_rl.endpoint.sessions import PlannedCall, Session, SessionEnd
@@ -48,10 +50,11 @@ class PendingCalls:
     """Sessions by id, and calls by number."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, put: Callable[[Call], None], drop: Callable[[int], None]
-    ) -> None:
+        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics,
+        put: Callable[[Call], None], drop: Callable[[int], None],
+    ) -> None:  # fmt: skip
         """``put`` hands a call to the engine's thread; ``drop`` says that a call needs no answer."""
-        self.tokenizer, self.limits = tokenizer, limits
+        self.tokenizer, self.limits, self.metrics = tokenizer, limits, metrics
         self._put, self._drop = put, drop
         self._sessions: dict[str, Session] = {}
         self._parsers: dict[str, str] = {}
@@ -87,6 +90,10 @@ class PendingCalls:
         session = self._sessions.pop(session_id)
         self._fail(_session_over(), [pending for pending in self._pending.values() if pending.session is session])
         return await self.in_text_thread(session.end)
+
+    def environment_of(self, session_id: str | None) -> str:
+        """Return the environment of an open session; empty of none."""
+        return self._session(session_id).environment
 
     def _session(self, session_id: str | None) -> Session:
         """A call without a session is the only one of its own."""
@@ -169,18 +176,24 @@ class PendingCalls:
 
     async def _planned(self, plan: Callable[[], list[PlannedCall]], param: str) -> list[PlannedCall]:
         longest = self.limits.max_sequence_length
-        try:
+        with self.refusing(param):
             planned = await self.in_text_thread(plan)
-        except TextTooLong as error:
-            raise _too_long(longest, str(error), param) from error
-        except MegatronRLError as error:
-            refuse(param, f"cannot be put to this model: {one_line(str(error))}")
         for each in planned:
             if each.num_prompt_tokens == 0:
                 refuse(param, "is empty; give the model a word to go on from")
             if each.num_prompt_tokens >= longest:
                 raise _too_long(longest, str(each.num_prompt_tokens), param)
         return planned
+
+    @contextlib.contextmanager
+    def refusing(self, param: str) -> Iterator[None]:
+        """Refuse ``param`` where it cannot be encoded."""
+        try:
+            yield
+        except TextTooLong as error:
+            raise _too_long(self.limits.max_sequence_length, str(error), param) from error
+        except MegatronRLError as error:
+            refuse(param, f"cannot be put to this model: {one_line(str(error))}")
 
     def _parser(self, environment: str) -> str:
         """The parser of calls in this model's answers; refuses tools that are of no use to it."""
@@ -228,6 +241,7 @@ class PendingCalls:
         """Take the answer to a call; it is dropped where nobody waits any more."""
         pending = self._pending.pop(number, None)
         if pending is not None:
+            self.metrics.count(len(pending.prompt_ids), completion)
             reading = self.in_text_thread(_read, pending, completion)
             reading.add_done_callback(partial(_settle, pending.answer))
 

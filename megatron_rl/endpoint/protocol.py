@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.chat import kwargs_refusal
 from megatron_rl.endpoint.fields import ApiError, Fields, refuse, typed
-from megatron_rl.endpoint.options import Options, read_options
+from megatron_rl.endpoint.options import Options, read_options, refuse_unread
 from megatron_rl.environments.tool_calls import Tools, checked_tools
 from megatron_rl.errors import shorten
 from megatron_rl.inference.sampler import MOST_SCORED
@@ -55,6 +55,20 @@ class TextRequest:
     """The prompt stands before each answer."""
 
 
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """Of `/tokenize`: a text or messages."""
+
+    prompt: str = ""
+    adds_special_tokens: bool = True
+    """Those that stand before a text; a chat template writes its own."""
+    messages: tuple[Message, ...] = ()
+    tools: Tools = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    names: bool = False
+    """The tokens come as the vocabulary spells them, too."""
+
+
 def read_chat(body: Any, vocab_size: int) -> ChatRequest:
     """Read the request in a parsed body; `ApiError` names the field that is wrong. Ids are below ``vocab_size``."""
     fields = _fields(body)
@@ -92,6 +106,33 @@ def read_text(body: Any, vocab_size: int) -> TextRequest:
     return TextRequest(model, options, prompts, echo)
 
 
+def read_tokenize(body: Any) -> tuple[str | None, TokenizeRequest]:
+    """Read the model, if any is named, and the request in a parsed body; errors as of `read_chat`."""
+    fields = _fields(body)
+    model, names = fields.get("model", str), bool(fields.get("return_token_strs", bool))
+    special = fields.get("add_special_tokens", bool)
+    if fields.take("messages") is None:
+        asked = TokenizeRequest(fields.required("prompt", str), special is not False, names=names)
+    else:
+        messages, tools = _messages(fields.required("messages", list)), _checked_tools(fields)
+        template_kwargs = _template_kwargs(fields)
+        if special:
+            refuse("add_special_tokens", "is true, and a chat template writes its own; leave it out")
+        if fields.get("add_generation_prompt", bool) is False:
+            template_kwargs = {**template_kwargs, "add_generation_prompt": False}
+        asked = TokenizeRequest("", False, messages, tools, template_kwargs, names)
+    refuse_unread(fields)
+    return model, asked
+
+
+def read_detokenize(body: Any, vocab_size: int) -> tuple[str | None, tuple[int, ...]]:
+    """Read the model, if any is named, and the token ids in a parsed body; errors as of `read_chat`."""
+    fields = _fields(body)
+    model, tokens = fields.get("model", str), _token_ids(fields.required("tokens", list), vocab_size, "tokens")
+    refuse_unread(fields)
+    return model, tokens
+
+
 def _fields(body: Any) -> Fields:
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_type", f"the body is {shorten(body)}; give a JSON object")
@@ -115,8 +156,10 @@ def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _prompt(value: Any, vocab_size: int, param: str) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        return value
+    return value if isinstance(value, str) else _token_ids(value, vocab_size, param)
+
+
+def _token_ids(value: Any, vocab_size: int, param: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         refuse(param, f"is {shorten(value)}; give a text, or a list of token ids", "invalid_type")
     wrong = next((item for item in value if not 0 <= item < vocab_size), None)
@@ -127,11 +170,7 @@ def _prompt(value: Any, vocab_size: int, param: str) -> str | tuple[int, ...]:
 
 def _tools(fields: Fields) -> tuple[Tools, str, Tools]:
     """The tools that the template shows; auto, none, required or function; and those of which one must be called."""
-    given, choice = fields.get("tools", list) or [], fields.take("tool_choice")
-    try:
-        tools = checked_tools(given)
-    except ValueError as error:
-        raise ApiError(400, "invalid_tools", f"'tools': {error}", "tools") from error
+    tools, choice = _checked_tools(fields), fields.take("tool_choice")
     if choice in (None, "auto", "none"):
         return tools, choice or "auto", ()
     if choice == "required":
@@ -146,6 +185,13 @@ def _tools(fields: Fields) -> tuple[Tools, str, Tools]:
     if not forced:
         refuse("tool_choice.function.name", f"is {shorten(name)}, which is none of 'tools'")
     return tools, "function", forced
+
+
+def _checked_tools(fields: Fields) -> Tools:
+    try:
+        return checked_tools(fields.get("tools", list) or [])
+    except ValueError as error:
+        raise ApiError(400, "invalid_tools", f"'tools': {error}", "tools") from error
 
 
 def _messages(values: list[Any]) -> tuple[Message, ...]:

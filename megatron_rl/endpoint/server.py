@@ -3,7 +3,8 @@
     GET  /health                       without a token
     GET  /v1/models, /v1/models/{model}
     POST /v1/chat/completions, /v1/completions
-    ...  /sessions/{session}/v1/...    the same for a sample that is trained on
+    POST /tokenize, /detokenize        and GET /version, /metrics, as vLLM has them
+    ...  /sessions/{session}/...       the same for a sample that is trained on
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any, TypeVar
 import uvloop
 from aiohttp import web
 
-from megatron_rl.endpoint.fields import ApiError
+from megatron_rl.endpoint.fields import ApiError, parsed
 from megatron_rl.endpoint.pending_calls import PendingCall, PendingCalls
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest, read_chat, read_text
 from megatron_rl.endpoint.responses import Envelope, Stream, usage_of
-from megatron_rl.errors import ConfigError, one_line
-from megatron_rl.json_text import MAX_VALUES, check_bounds, loads
+from megatron_rl.endpoint.tokens import TokenRoutes
+from megatron_rl.errors import ConfigError
 
 MAX_BODY_BYTES = 16 * 2**20
 _SHUTDOWN_SECONDS = 1.0
@@ -93,12 +94,16 @@ def create_app(pending: PendingCalls, token: str) -> web.Application:
     """Return the routes; all but ``/health`` need ``token``."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answering_errors, _asking_for(token)])
     app.router.add_get("/health", _health)
-    routes = Routes(pending)
-    for prefix in ("/v1", "/sessions/{session}/v1"):
-        app.router.add_get(f"{prefix}/models", routes.models)
-        app.router.add_get(f"{prefix}/models/{{model}}", routes.model)
-        app.router.add_post(f"{prefix}/chat/completions", routes.chat)
-        app.router.add_post(f"{prefix}/completions", routes.completions)
+    routes, tokens = Routes(pending), TokenRoutes(pending)
+    app.router.add_get("/version", tokens.version)
+    app.router.add_get("/metrics", routes.metrics)
+    for prefix in ("", "/sessions/{session}"):
+        app.router.add_get(f"{prefix}/v1/models", routes.models)
+        app.router.add_get(f"{prefix}/v1/models/{{model}}", routes.model)
+        app.router.add_post(f"{prefix}/v1/chat/completions", routes.chat)
+        app.router.add_post(f"{prefix}/v1/completions", routes.completions)
+        app.router.add_post(f"{prefix}/tokenize", tokens.tokenize)
+        app.router.add_post(f"{prefix}/detokenize", tokens.detokenize)
     return app
 
 
@@ -121,16 +126,21 @@ class Routes:
         self._pending.check_model(request.match_info["model"])
         return web.json_response(self._model)
 
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Show what was answered, and what the engine has to do."""
+        kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(text=self._pending.metrics.text(), headers=kind)
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer messages."""
         read = partial(read_chat, vocab_size=self._pending.tokenizer.vocab_size)
-        asked = await self._pending.in_text_thread(_parsed, await request.read(), read)
+        asked = await self._pending.in_text_thread(parsed, await request.read(), read)
         return await self._answer(request, asked, self._pending.ask_chat)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer prompts."""
         read = partial(read_text, vocab_size=self._pending.tokenizer.vocab_size)
-        asked = await self._pending.in_text_thread(_parsed, await request.read(), read)
+        asked = await self._pending.in_text_thread(parsed, await request.read(), read)
         return await self._answer(request, asked, self._pending.ask_text)
 
     async def _answer(
@@ -166,19 +176,6 @@ class Routes:
 
 async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
-
-
-def _parsed(data: bytes, read: Callable[[Any], AnyRequest]) -> AnyRequest:
-    """The request in the bytes of a body; raises ApiError."""
-    # No other client is served while JSON is read, and ten million empty lists take seconds.
-    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise ApiError(413, "too_large", f"the body has more than {MAX_VALUES:,} commas and brackets; send less")
-    try:
-        body = loads(data)
-        check_bounds(body)
-    except ValueError as error:
-        raise ApiError(400, "invalid_json", f"the body is not JSON: {one_line(str(error), 200)}") from error
-    return read(body)
 
 
 def _asking_for(token: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:

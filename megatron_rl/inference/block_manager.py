@@ -39,6 +39,11 @@ class Allocation:
 class BlockManager(Protocol):
     """What the scheduler asks."""
 
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Return how many blocks sequences hold, and how many there are; of rows none."""
+        return 0, 0
+
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
         """Return how many tokens at the beginning of a prompt need not be computed again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -80,6 +80,17 @@ class EngineStatistics:
         self.completions += 1
 
 
+class EngineLoad(NamedTuple):
+    """What an engine has to do at one moment."""
+
+    running: int = 0
+    """Sequences with a row."""
+    waiting: int = 0
+    used_blocks: int = 0
+    blocks: int = 0
+    """Of the KV cache; 0 where it has rows."""
+
+
 class Engine(Protocol):
     """Turns requests into groups of completions with the log-prob of every sampled token.
 
@@ -114,6 +125,10 @@ class Engine(Protocol):
         a model copy may ask alone.
         """
         return []
+
+    def load(self) -> EngineLoad | None:
+        """Return its load; any thread may ask. None of an engine that does not tell."""
+        return None
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:

@@ -130,6 +130,10 @@ class PagedBlocks(BlockManager):
         """Row after row, the block of each stretch of its sequence; `NULL_BLOCK` where there is none."""
         self._changed = True
 
+    @property
+    def usage(self) -> tuple[int, int]:
+        return self.pool.held, self.pool.count
+
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
         return len(self._found(token_ids)) * self.pool.block_size
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.batch_state import BatchState, OutputProcessor
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
+from megatron_rl.inference.engine import Engine, EngineLoad, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
 from megatron_rl.inference.guides import Grammars, Guide
 from megatron_rl.inference.kv_cache import build_cache
@@ -310,6 +310,9 @@ class RolloutEngine(Engine):
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
         shown = [s for s in self._scheduler.running if s.sample == 0 and wanted(s.request)]
         return [(s.request, ids) for s, ids in zip(shown, self._outputs.so_far(shown), strict=True)]
+
+    def load(self) -> EngineLoad:
+        return self._scheduler.load
 
     @torch.inference_mode()
     def interrupt(self) -> list[Request]:

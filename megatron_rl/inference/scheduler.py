@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from megatron_rl.inference.block_manager import Allocation, BlockManager, Copies
+from megatron_rl.inference.engine import EngineLoad
 from megatron_rl.inference.sequence import Sequence, SequenceStatus
 
 
@@ -74,6 +75,11 @@ class Scheduler:
     def num_rows(self) -> int:
         """One more than the highest row that decodes."""
         return max((row for row, s in self._rows.items() if s.status is SequenceStatus.RUNNING), default=-1) + 1
+
+    @property
+    def load(self) -> EngineLoad:
+        """Return how many sequences and blocks there are: lengths alone, so any thread may ask."""
+        return EngineLoad(len(self._rows), len(self._waiting), *self._blocks.usage)
 
     def add(self, sequence: Sequence) -> None:
         """Queue it by priority."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
+from megatron_rl.inference.engine import Engine, EngineLoad, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, possible_graphs
 from megatron_rl.inference.guides import Grammars
 from megatron_rl.inference.kv_cache import shared_out
@@ -95,6 +95,9 @@ class StagedEngine(Engine):
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
         """See `Engine`. Lanes amid a step are left out: their rows do not have yet what their sequences count."""
         return [shown for lane in self.lanes if not lane.is_under_way for shown in lane.unfinished_tokens(wanted)]
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(*map(sum, zip(*(lane.load() for lane in self.lanes), strict=True)))
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.inference.block_manager import RowBlocks
+from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import SequenceGroup, SequenceStatus
 from megatron_rl.types import Hints, Place
@@ -216,6 +217,23 @@ def test_free_rows_at_the_end_are_no_holes() -> None:
     release(plan, [4, 5, 6, 7])
     assert plan.num_rows == 4
     assert plan.compact()[0] == []
+
+
+def test_the_load_is_what_has_rows_and_what_waits() -> None:
+    plan = scheduler(rows=3)
+    add(plan, 1, samples=2)
+    add(plan, 2, samples=2)
+    assert plan.load == (0, 4, 0, 0)
+    plan.plan()
+    assert plan.load == (3, 1, 0, 0), "rows have no blocks"
+    release(plan, [0])
+    assert plan.load == (2, 1, 0, 0)
+    pool = BlockPool(10, block_size=4)
+    paged = Scheduler(2, 1000, PagedBlocks(2, 5, pool))
+    add(paged, 1, prompt_length=6, new=3)
+    paged.plan()
+    assert paged.load == (1, 0, pool.held, 10)
+    assert pool.held >= 2, "six tokens take two blocks of four"
 
 
 def test_clear_forgets_all() -> None:
