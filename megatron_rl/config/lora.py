@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config.flags import Finding, flag, without_effect
 from megatron_rl.errors import shorten
+from megatron_rl.families.layout import ModelLayout
 from megatron_rl.families.lora import Lora, adapters_of, known_targets
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "lora_rank", "with --transformer-impl transformer_engine is not built; use --transformer-impl local"
     if not config.model.is_complete:
         return
-    layout = config.layout()
+    layout = ModelLayout.of(config.architecture())  # a stage or a rank of experts may lack a target
     known = known_targets(layout)
     if unknown := [name for name in lora.targets if name not in known]:
         yield "lora_targets", f": this model has no {shorten(unknown[0])}; it has {', '.join(known)}"

@@ -67,11 +67,23 @@ def read_model_directory(reading: Reading) -> None:
 def read_adapter_directory(reading: Reading) -> None:
     """Add rank, alpha and targets of `--load-lora`, and problems where the flags say something else."""
     directory = reading.values.get("load_lora")
-    if directory is not None:
+    if directory is not None and (problem := _adapters_twice(reading)):
+        reading.problems.append(problem)
+    elif directory is not None:
         with collecting(reading.problems, "--load-lora"):
             settings = settings_of(directory)
             _derive(reading, settings)
             reading.problems += _contradictions(reading.values, settings, directory)
+
+
+def _adapters_twice(reading: Reading) -> Problem | None:
+    """The checkpoint that weights are taken from has adapters already; a run that goes on keeps its own."""
+    saved, values = _saved_model_of(reading), reading.values
+    begins = any(values.get(name) for name in ("eval_only", "finetune", "pretrained_checkpoint"))
+    if saved is None or "lora_rank" not in saved.flags or not begins:
+        return None
+    text = f"--load-lora {values['load_lora']}: {saved.file.parent} has adapters of its own; name its base, or leave "
+    return Problem("--load-lora", f"{text}the flag out")
 
 
 def _derive(reading: Reading, settings: Mapping[str, Any]) -> None:

@@ -127,7 +127,7 @@ def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path, mon
     assert [row["prompt"] for row in rows[:2]] == ["1+2", "3"]
     assert rows[0]["completion"] == rows[2]["completion"] == expected[0]
     assert len({row["completion"] for row in rows}) > 1
-    monkeypatch.setattr(launch, "launch", _in_forks)
+    monkeypatch.setattr(launch, "launch", in_forks)
     words = ["generate", *words, *GREEDY, "--output", str(output), "--nproc", "2"]
     for layout in ([], ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]):
         output.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path, mon
         assert output.read_text() == printed
 
 
-def _in_forks(ranks: Ranks, entry: str, words: Sequence[str], command: Sequence[str]) -> int:
+def in_forks(ranks: Ranks, entry: str, words: Sequence[str], command: Sequence[str]) -> int:
     """In the place of the launcher, which test_serve.py has."""
     assert run_ranks(entry, ranks.nproc, words=list(words)) == [0] * ranks.nproc
     return 0

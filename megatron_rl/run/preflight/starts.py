@@ -12,7 +12,7 @@ from megatron_rl.config.lora import lora_of
 from megatron_rl.config.records import names_several
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError, ConfigError, Problem, collecting
-from megatron_rl.families import WeightMap, model_directory, read_model, weight_problems
+from megatron_rl.families import ModelLayout, WeightMap, model_directory, read_model, weight_problems
 from megatron_rl.families.peft import file_problems
 from megatron_rl.families.weights import decoder_weights
 from megatron_rl.tokenizer import Tokenizer
@@ -69,7 +69,8 @@ def adapter_problems(config: RLConfig) -> list[Problem]:
     if lora is None or config.lora.load_lora is None or not config.model.is_complete:
         return problems
     with collecting(problems, "--load-lora"):
-        found = file_problems(Path(config.lora.load_lora), config.layout(), lora, family_weights(config))
+        whole = ModelLayout.of(config.architecture())  # of all stages and experts: the files are of no rank
+        found = file_problems(Path(config.lora.load_lora), whole, lora, family_weights(config))
         problems += [Problem(None, line).under("--load-lora") for line in found]
     return problems
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.dist_files import DistFiles
 from megatron_rl.checkpoint.hf.peft import export_merged, export_peft
@@ -24,11 +25,12 @@ from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, current_groups, seed_everything
 from megatron_rl.run.preflight.starts import adapter_problems, checkpoint_problems
 from megatron_rl.run.weights import Start, start_weights
+from megatron_rl.tensor_files import write_json
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
 from tests.support.hugging_face import FLAGS, batch_of, packed_logits, reference_logits, write_model
 from tests.support.lora import move_b
-from tests.support.tiny import VOCABULARY
+from tests.support.tiny import VOCABULARY, tiny_config
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -213,6 +215,41 @@ def test_an_adapter_of_another_model_is_named(run: Any, tmp_path: Path) -> None:
         texts[name] = problem.text
     assert "has shape" in texts["wide"]
     assert "is of no matrix of this model" in texts["low"]
+
+
+def test_adapters_fit_where_a_rank_has_a_part_of_the_model(tmp_path: Path) -> None:
+    """Files are of the whole model: of every stage and every expert."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    write_model(tmp_path / "base", "qwen3_moe", SIZES | sizes)
+    model, lora = read_model(tmp_path / "base"), Lora(4, 8.0, ("all",))
+    layout = ModelLayout.of(model.architecture)
+    entries = [entry for _, entry in peft.adapter_entries(layout, lora, model.weights)]
+    tensors = {name: torch.zeros(shape) for entry in entries for name, shape in entry.tensors.items()}
+    (tmp_path / "out").mkdir()
+    save_file(tensors, tmp_path / "out" / peft.WEIGHTS_FILE)
+    write_json(tmp_path / "out" / peft.CONFIG_FILE, peft.config_of(lora, adapters_of(layout, lora), "base"))
+    given = {"load-hf": str(tmp_path / "base"), "load-lora": str(tmp_path / "out"), "run-dir": str(tmp_path)}
+    for way in ("pipeline", "expert"):
+        flags = FLAGS | given | {f"{way}-model-parallel-size": "2"}
+        config, problems = read_config([text for name, value in flags.items() for text in (f"--{name}", value)], 2)
+        assert not [problem.text for problem in (*problems, *adapter_problems(config))], way
+
+
+def test_a_target_may_be_of_a_later_stage_alone() -> None:
+    """One dense layer, then one of experts, each on a stage of its own."""
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_layer_freq": "([0]*1+[1]*1)"}
+    config = tiny_config(2, lora_rank=4, lora_targets="experts", pipeline_model_parallel_size=2, **experts)
+    assert config.lora.lora_targets == ("experts",)
+
+
+def test_two_sources_of_adapters_are_one_line(run: Any, tmp_path: Path) -> None:
+    base, directory, _, _ = run
+    export_peft(directory, read_model(base), tmp_path / "out")
+    flags = FLAGS | {"load": str(directory), "load-lora": str(tmp_path / "out"), "run-dir": str(tmp_path / "next")}
+    words = [text for name, value in flags.items() for text in (f"--{name}", value)]
+    for begins in ("--eval-only", "--finetune"):
+        (problem,) = read_config([*words, begins], 1)[1]
+        assert "has adapters of its own; name its base, or leave the flag out" in problem.text, begins
 
 
 def test_a_run_begins_with_the_adapters_of_another(run: Any, one_rank: ParallelGroups, tmp_path: Path) -> None:
