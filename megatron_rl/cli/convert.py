@@ -1,7 +1,7 @@
 """megatron-rl convert FILE > run.yaml: write a configuration of verl or TRL as ours.
 
-FILE is verl's or TRL's YAML, or a Python file that calls GRPOConfig(...), which is parsed and never run. What has no
-counterpart becomes a comment with the reason. The table is that of docs/coming_from.md.
+FILE is verl's or TRL's YAML, or a Python file that calls GRPOConfig(...) or LoraConfig(...), which is parsed and never
+run. What has no counterpart becomes a comment with the reason. The table is that of docs/coming_from.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from megatron_rl.user_files import read_text
 
 OPERATIONS = {" × ": math.prod, " + ": sum, " / ": lambda pair: pair[0] // pair[1]}
 VALUES = {"low_var_kl": "k3", "mse": "k2", "kl": "k1", "seq-mean-token-mean": "sequence-mean", "vanilla": "clip",
-          "adamw_torch": "adam", "constant_with_warmup": "constant"}  # fmt: skip
+          "adamw_torch": "adam", "constant_with_warmup": "constant", "all-linear": "all"}  # fmt: skip
+CALLS = {"GRPOConfig": "", "LoraConfig": "peft_config."}
+"""Calls that are read of a Python file, and what is put before their keywords."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,8 +48,9 @@ def settings_of(path: str) -> dict[str, Any]:
     text = read_text(path)
     if path.endswith(".py"):
         calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-        calls = [each for each in calls if ast.unparse(each.func).rpartition(".")[2] == "GRPOConfig"]
-        found = {word.arg: _literal(word.value) for each in calls for word in each.keywords if word.arg}
+        before = [(each, CALLS.get(ast.unparse(each.func).rpartition(".")[2])) for each in calls]
+        words = [(name, word) for each, name in before if name is not None for word in each.keywords if word.arg]
+        found = {name + word.arg: _literal(word.value) for name, word in words}
     else:
         found = yaml.safe_load(text)
     if not isinstance(found, Mapping) or not found:
@@ -70,7 +73,8 @@ def _flat(values: Mapping[Any, Any], before: str) -> Iterator[tuple[str, Any]]:
 
 def converted(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of our file: a flag each, then comments."""
-    flags, comments = {"perform-rl-step": "true"}, dict.fromkeys(settings, "there is no such setting here")
+    flags: dict[str, str | list[str]] = {"perform-rl-step": "true"}
+    comments: dict[str, str | None] = dict.fromkeys(settings, "there is no such setting here")
     for line in files("megatron_rl.config").joinpath("foreign_flags.txt").read_text(encoding="utf-8").splitlines():
         left, right = line.split(" | ")
         sign = next((sign for sign in OPERATIONS if sign in left), ", ")
@@ -82,13 +86,18 @@ def converted(settings: Mapping[str, Any]) -> Iterator[str]:
             for name, use in zip(names, ours if len(ours) == len(names) else ours * len(names), strict=True):
                 _one(name, use, settings, flags, comments)
     is_plain = re.compile(r"[\w./+-]+").fullmatch
-    yield from (f"{name}: {value if is_plain(value) else json.dumps(value)}" for name, value in flags.items())
+    for name, value in flags.items():
+        yield f"{name}: {value if isinstance(value, str) and is_plain(value) else json.dumps(value)}"
     left_out = {name: why for name, why in comments.items() if why and settings[name] is not None}
     yield from (f"# {name}: {one_line(str(settings[name]), 60)}  ({why})" for name, why in left_out.items())
 
 
 def _one(
-    name: str, use: str, settings: Mapping[str, Any], flags: dict[str, str], comments: dict[str, str | None]
+    name: str,
+    use: str,
+    settings: Mapping[str, Any],
+    flags: dict[str, str | list[str]],
+    comments: dict[str, str | None],
 ) -> None:
     """Add what one name of a row says to ``flags``, or why not to ``comments``."""
     key, _, wanted = name.partition("=")
@@ -97,6 +106,8 @@ def _one(
         return
     if name == "actor.kl_loss_coef" and not settings.get("actor.use_kl_loss"):
         comments[key] = "actor.use_kl_loss is off"
+    elif use.startswith("--lora-") and (why := _why_not_lora(key, use, settings, flags)) is not None:
+        comments[key] = why or None
     elif key.startswith("algorithm.norm_adv") and settings.get("algorithm.adv_estimator", "grpo") != "grpo":
         comments[key] = "it is of adv_estimator grpo alone"
     elif "${" in str(value):
@@ -106,12 +117,27 @@ def _one(
     elif key == "actor.use_kl_loss" or (len(words) > 1 and not wanted and value is False):
         comments[key] = None
     else:
-        text = json.dumps(value) if isinstance(value, Mapping) else str(VALUES.get(str(value), value))
+        values = value if isinstance(value, list) else [value]
+        texts = [json.dumps(each) if isinstance(each, Mapping) else str(VALUES.get(str(each), each)) for each in values]
         words = words if len(words) > 1 else [use, "X"]
         for flag, given in zip(words[::2], words[1::2], strict=True):
             known = next(each for each in all_flags() if flag.removeprefix("--") in each.spellings)
             try:
-                value_of(known, True, (given.replace("X", text),), from_file=True)
-                flags[flag.removeprefix("--")], comments[key] = given.replace("X", text), None
+                found = [given.replace("X", text) for text in texts]
+                value_of(known, True, found, from_file=True)
+                flags[flag.removeprefix("--")], comments[key] = found[0] if len(found) == 1 else found, None
             except ValueError as error:
                 comments[key] = f"{flag} {error}"
+
+
+def _why_not_lora(key: str, use: str, settings: Mapping[str, Any], flags: Mapping[str, Any]) -> str | None:
+    """Why a setting of adapters does nothing, "" where that needs no words; None where it is a flag of ours."""
+    if key == "use_peft":
+        return ""
+    if key.startswith("lora_") and not settings.get("use_peft"):
+        return f"use_peft is off; it is {use}"
+    if use == "--lora-rank":
+        return "" if settings[key] == 0 else None  # verl's word for no adapters
+    if use == "--lora-dropout":
+        return "" if settings[key] == 0 else f"{use} is for supervised training alone"
+    return None if "lora-rank" in flags else f"{use} has no effect without a rank"

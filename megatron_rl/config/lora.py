@@ -42,7 +42,7 @@ def lora_of(config: RLConfig) -> Lora | None:
 
 def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Adapters that the model has no place for, and combinations that are not built."""
-    lora, parallel = lora_of(config), config.parallel
+    lora = lora_of(config)
     if lora is None:
         names = LoraConfig.__dataclass_fields__.keys() - {"load_lora"}  # which has a rank, or cannot be read
         yield from without_effect(config, sorted(names), "adapters; add --lora-rank, or leave it out")
@@ -53,16 +53,25 @@ def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "lora_rank", "with --transformer-impl transformer_engine is not built; use --transformer-impl local"
     if not config.model.is_complete:
         return
-    layout = ModelLayout.of(config.architecture())  # a stage or a rank of experts may lack a target
+    layout = ModelLayout.of(config.architecture())  # a rank has not all experts
     known = known_targets(layout)
     if unknown := [name for name in lora.targets if name not in known]:
         yield "lora_targets", f": this model has no {shorten(unknown[0])}; it has {', '.join(known)}"
         return
-    adapters = adapters_of(layout, lora)
+    yield from _adapters_without_a_place(config, lora, layout)
+
+
+def _adapters_without_a_place(config: RLConfig, lora: Lora, layout: ModelLayout) -> Iterator[Finding]:
+    """``layout`` is that of the whole model, which has all targets."""
+    adapters, parallel = adapters_of(layout, lora), config.parallel
     for adapter in adapters:
         name, most = adapter.narrowest
         if adapter.rank > most:
             yield "lora_rank", f"is above the width of {name} of {adapter.linear.name}; use at most {most}"
+            break
+    for stage in range(config.stages.count):
+        if not adapters_of(config.layout(stage=stage), lora):
+            yield "lora_targets", f": pipeline stage {stage} has no such linear and would train nothing; name others"
             break
     of_experts = any(adapter.a.is_of_an_expert for adapter in adapters)
     if of_experts and parallel.expert_tensor_parallel_size not in (None, 1, parallel.tensor_model_parallel_size):

@@ -15,7 +15,7 @@ from megatron_rl.config.arguments import foreign_flags, read_flags
 VERL = """
 data: {train_files: x.parquet, train_batch_size: 64, max_prompt_length: 512, max_response_length: 1024}
 actor_rollout_ref:
-  model: {path: DIR}
+  model: {path: DIR, lora_rank: 8, lora_alpha: 16, target_modules: all-linear}
   actor: {ppo_mini_batch_size: 32, use_kl_loss: true, kl_loss_coef: 0.001, kl_loss_type: low_var_kl, optim: {lr: 1e-6},
           clip_ratio: 0.2, strategy: fsdp}
   rollout: {n: 8, temperature: 1.0, tensor_model_parallel_size: 2}
@@ -27,6 +27,7 @@ from trl import GRPOConfig
 steps = 5
 args = GRPOConfig(output_dir="out", learning_rate=1e-6, num_generations=8, max_steps=steps, bf16=True, top_p=0.9,
                   gradient_checkpointing=True, loss_type="dr_grpo", report_to="wandb", mask_truncated_completions=False)
+adapters = peft.LoraConfig(r=16, lora_alpha=64, target_modules=["q_proj", "v_proj"], lora_dropout=0.05)
 open("ran", "w")
 """
 
@@ -53,7 +54,7 @@ def test_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "global-batch-size": "256", "rl-max-new-tokens": "1024", "seq-length": "1536", "lr": "1e-6",
         "rl-advantage": "dr_grpo", "grpo-clamp-eps-lower": "0.2", "grpo-clamp-eps-upper": "0.2",
         "grpo-kl-beta": "0.001", "rl-kl-estimator": "k3", "tensor-model-parallel-size": "2", "rl-temperature": "1.0",
-        "train-iters": "100",
+        "train-iters": "100", "lora-rank": "8", "lora-alpha": "16", "lora-targets": "all",
     }  # fmt: skip
     assert comments == [
         "# data.train_files: x.parquet  (use --langrl-env-config)",
@@ -69,19 +70,22 @@ def test_trls_python_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.Capt
     assert flags["run-dir"] == "out" and float(str(flags["lr"])) == 1e-6 and str(flags["grpo-group-size"]) == "8"
     assert flags["recompute-granularity"] == "full" and flags["rl-loss-aggregation"] == "constant"
     assert "rl-truncated" not in flags
-    assert [line.partition(":")[0] for line in comments] == ["# max_steps", "# top_p", "# report_to"]
+    assert flags["lora-rank"] == 16 and flags["lora-alpha"] == 64 and flags["lora-targets"] == ["q_proj", "v_proj"]
+    names = ["# max_steps", "# top_p", "# report_to", "# peft_config.lora_dropout"]
+    assert [line.partition(":")[0] for line in comments] == names
 
 
 @pytest.mark.parametrize("word", sorted(foreign_flags()))
 def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) -> None:
     key, _, wanted = word.partition("=")
-    lines = list(converted({"actor.use_kl_loss": True, key: yaml.safe_load(wanted) if wanted else 1}))[1:]
+    turned_on = {"actor.use_kl_loss": True, "use_peft": True}
+    lines = list(converted(turned_on | {key: yaml.safe_load(wanted) if wanted else 1}))[1:]
     flags = re.findall(r"--([a-z-]+)", foreign_flags()[word])
     if key in PARTS or (not flags and f"{key}=" in " ".join(foreign_flags())):
         assert lines == [f"# {key}: 1  (there is no such setting here)"], "with this value, or without its other part"
     elif not flags:
         assert lines == [f"# {key}: 1  (docs/coming_from.md says why there is none)"]
-    elif key != "actor.use_kl_loss":
+    elif key not in ("actor.use_kl_loss", "use_peft"):  # which turn on what other words say
         assert any(flag in line for flag in flags for line in lines), lines
 
 
@@ -96,6 +100,13 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
         ),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, "global-batch-size: 8"),
         ({"actor.kl_loss_coef": 0.1}, "# actor.kl_loss_coef: 0.1  (actor.use_kl_loss is off)"),
+        ({"use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_target_modules": "all-linear"}, "lora-targets: all"),
+        ({"lora_r": 8}, "# lora_r: 8  (use_peft is off; it is --lora-rank)"),
+        ({"model.lora_rank": 8, "model.lora_adapter_path": "DIR"}, "load-lora: DIR"),
+        (
+            {"model.lora_rank": 0, "model.lora_alpha": 16},
+            "# model.lora_alpha: 16  (--lora-alpha has no effect without a rank)",
+        ),
         ({"algorithm.adv_estimator": "gae", "algorithm.norm_adv_by_std_in_grpo": False}, "rl-advantage: gae"),
     ],
 )

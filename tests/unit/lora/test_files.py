@@ -30,7 +30,8 @@ from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
 from tests.support.hugging_face import FLAGS, batch_of, packed_logits, reference_logits, write_model
 from tests.support.lora import move_b
-from tests.support.tiny import VOCABULARY, tiny_config
+from tests.support.tiny import FLAGS as TINY
+from tests.support.tiny import VOCABULARY
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -235,11 +236,14 @@ def test_adapters_fit_where_a_rank_has_a_part_of_the_model(tmp_path: Path) -> No
         assert not [problem.text for problem in (*problems, *adapter_problems(config))], way
 
 
-def test_a_target_may_be_of_a_later_stage_alone() -> None:
-    """One dense layer, then one of experts, each on a stage of its own."""
-    experts = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_layer_freq": "([0]*1+[1]*1)"}
-    config = tiny_config(2, lora_rank=4, lora_targets="experts", pipeline_model_parallel_size=2, **experts)
-    assert config.lora.lora_targets == ("experts",)
+def test_every_stage_needs_an_adapter(tmp_path: Path) -> None:
+    """Layer 0 is dense, layer 1 has experts."""
+    experts = {"num-experts": 4, "moe-ffn-hidden-size": 24, "moe-layer-freq": "([0]*1+[1]*1)"}
+    flags = TINY | experts | {"lora-rank": "4", "lora-targets": "experts", "run-dir": str(tmp_path)}
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value) if word is not None]
+    assert not read_config(words, 1)[1]
+    (problem,) = read_config([*words, "--pipeline-model-parallel-size", "2"], 2)[1]
+    assert "pipeline stage 0 has no such linear and would train nothing" in problem.text
 
 
 def test_two_sources_of_adapters_are_one_line(run: Any, tmp_path: Path) -> None:
