@@ -35,7 +35,7 @@ def _rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
 
 @pytest.mark.usefixtures("models")
 def test_layouts_of_32b_fit_and_agree_with_the_table_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/scaling.md has, of 64 H100 and 16k tokens, 248 s for TP8 and 259 s for TP4."""
+    """tools/benchmark/scaling.py has, of 64 H100 and 16k tokens, 248 s for TP8 and 259 s for TP4."""
     words = ["--model", "32b", "--gpus", "64", "--gpu-memory", "80", "--seq-length", "16384", "--rows", "99"]
     rows = _rows(capsys, *words)
     seconds = [float(row[0].replace(",", "")) for row in rows]
