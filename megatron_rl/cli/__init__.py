@@ -26,6 +26,7 @@ COMMANDS = {
     "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
     "compare": ("megatron_rl.metrics.compare:main", "what runs were told differently, and what came of it"),
     "convert": ("megatron_rl.cli.convert:main", "write verl's or TRL's configuration as ours"),
+    "replay": ("megatron_rl.cli.replay:main", "recompute a sample of a step: log-probs, advantage, gradient"),
     "doctor": ("megatron_rl.cli.doctor:main", "say whether this machine can run it, and how to mend what cannot"),
     "test": ("megatron_rl.environments.__main__:test", "test an environment before training on it"),
     "new": ("megatron_rl.environments.__main__:new", "write an environment to start from, with its test"),

@@ -63,7 +63,8 @@ def test_all_kinds_are_found(here: Path, first: int):
 def test_what_is_missing_is_one_line_each_that_names_it(here: Path, form: str):
     checked = _check(here, form)
     assert checked.returncode == 2
-    head, *lines = checked.stderr.splitlines()
+    # A busy machine takes its time, and then the log says what for.
+    head, *lines = [line for line in checked.stderr.splitlines() if " INFO " not in line]
     assert head == f"{len(KINDS)} problem(s) in the configuration:"
     assert len(lines) == len(KINDS)
     for kind in KINDS:
