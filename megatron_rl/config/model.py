@@ -265,13 +265,14 @@ def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "rl_inference_engine", f"{named}: megatron-core's engine computes Llama's layers; use rollout"
     if model.normalization != "RMSNorm":
         yield "normalization", f"{named}; use RMSNorm"
-    yield from _beside_experts_and_biases(model, used, gates)
+    yield from _beside_experts_and_biases(model, used, gates, config.latent.multi_latent_attention)
 
 
 def _beside_experts_and_biases(
-    model: ModelConfig, used: Mapping[str, str], gates: Sequence[str]
+    model: ModelConfig, used: Mapping[str, str], gates: Sequence[str], is_latent: bool
 ) -> Iterator[Finding]:
-    others = [spelling for name, spelling in used.items() if name not in _OF_GPT_OSS]
+    built = _OF_GPT_OSS | ({"softmax_scale"} if is_latent else set())
+    others = [spelling for name, spelling in used.items() if name not in built]
     named = f"cannot be combined with {', '.join(others)}"
     if others and model.num_experts is not None:
         yield "num_experts", f"{named}: not built for experts"

@@ -24,6 +24,8 @@ _SHAPE = ("hidden_size", "num_attention_heads", "num_layers", "tokenizer_model")
 """Flags without a default that a directory may replace."""
 _WITH_GROUPS = {"group_query_attention": True}
 """Megatron ignores --num-query-groups without it."""
+_UP_TO_THE_RUN = ("init_method_std", "rl_mla_absorb", "tokenizer_model")
+"""How fresh weights are drawn, what rollouts cache; a tokenizer may lie elsewhere, and is compared by its size."""
 
 
 class SavedModel(NamedTuple):
@@ -157,8 +159,7 @@ def _spelling(name: str) -> str:
 
 def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[Problem]:
     for flag in all_flags():
-        # How fresh weights are drawn is up to the run; a tokenizer may lie elsewhere, and is compared by its size.
-        if flag.name not in typed or flag.name not in settings or flag.name in ("init_method_std", "tokenizer_model"):
+        if flag.name not in typed or flag.name not in settings or flag.name in _UP_TO_THE_RUN:
             continue
         wanted, found = typed[flag.name], settings[flag.name]
         fits = wanted <= found if flag.name == "max_position_embeddings" else wanted == found

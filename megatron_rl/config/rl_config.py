@@ -16,6 +16,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
 from megatron_rl.config.compatibility import CompatibilityConfig
 from megatron_rl.config.experts import ExpertConfig
 from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.latent import LatentConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.model import LayerConfig, ModelConfig, TokenizerConfig
 from megatron_rl.config.parallel import KernelConfig, ParallelConfig
@@ -39,6 +40,7 @@ class RLConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     layers: LayerConfig = field(default_factory=LayerConfig)
+    latent: LatentConfig = field(default_factory=LatentConfig)
     experts: ExpertConfig = field(default_factory=ExpertConfig)
     rotation: RotationConfig = field(default_factory=RotationConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -102,7 +104,8 @@ class RLConfig:
 
     def architecture(self, vocab_size: int = 1) -> Architecture:
         """Return the model's shape; ``vocab_size`` as in `layout`."""
-        given = vars(self.model) | vars(self.layers) | vars(self.experts) | vars(self.rotation)
+        sections = self.model, self.layers, self.latent, self.experts, self.rotation
+        given = {name: value for section in sections for name, value in vars(section).items()}
         shape = {name: value for name, value in given.items() if name in Architecture.__dataclass_fields__}
         return Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0))
 

@@ -50,8 +50,8 @@ def rotation_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             if getattr(rotation, name) != RotationConfig.__dataclass_fields__[name].default:
                 yield name, "has no effect without --rope-type yarn; add it"
         return
-    if rotation.beta_fast <= rotation.beta_slow:
-        yield "beta_fast", f"must be more than --beta-slow {rotation.beta_slow:g}"
+    if rotation.beta_fast < rotation.beta_slow:
+        yield "beta_fast", f"must be at least --beta-slow {rotation.beta_slow:g}"
     for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
         if config.value(name):
             yield name, "and --rope-type yarn are two ways to scale positions; keep one of them"

@@ -108,6 +108,13 @@ class Architecture:
     post_norm: bool = False
     qk_layernorm_across_heads: bool = False
     scale_embedding: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rl_mla_absorb: bool = True
 
     @property
     def is_gated(self) -> bool:
@@ -126,6 +133,7 @@ class Architecture:
         local = "main" if self.rotary_base_local is None else "local"
         sparse = expert_layers(self.moe_layer_freq, self.num_layers) if self.num_experts else [False] * self.num_layers
         plain = LayerKind(
+            mixer="latent" if self.multi_latent_attention else "heads",
             scale=self.softmax_scale,
             sinks=self.softmax_type == "learnable",
             pre_norms=not self.post_norm,
@@ -144,7 +152,8 @@ class Architecture:
     @property
     def rotations(self) -> dict[str, dict[str, Any]]:
         """Name -> arguments of megatron's `RotaryEmbedding`, and under ``yarn`` those of `yarn_rotation`."""
-        width = {"kv_channels": self.kv_channels, "rotary_percent": self.rotary_percent}
+        whole = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
+        width = {"kv_channels": whole, "rotary_percent": self.rotary_percent}
         main = width | {
             "rotary_base": self.rotary_base, "rope_scaling": self.use_rope_scaling,
             "rope_scaling_factor": self.rope_scaling_factor,

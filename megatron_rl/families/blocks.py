@@ -120,10 +120,12 @@ class LayerCache:
     heads: int
     key_width: int
     value_width: int
+    is_latent: bool = False
+    """A value is the beginning of its key, and not kept a second time."""
 
     def numbers(self, tokens: int) -> int:
         """Kept of a sequence of ``tokens``. Example: 2 heads of 8 and 8 keep 96 numbers of 3 tokens."""
-        return tokens * self.heads * (self.key_width + self.value_width)
+        return tokens * self.heads * (self.key_width + (0 if self.is_latent else self.value_width))
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,37 @@ def _heads_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) ->
     return 3 * query + both + (2 * query + both if model.qk_layernorm else 0)
 
 
+def _latent(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
+    hidden, heads, rotated = model.hidden_size, model.num_attention_heads, model.qk_pos_emb_head_dim
+    queries, both = heads * (model.qk_head_dim + rotated), heads * (model.qk_head_dim + model.v_head_dim)
+    yield Linear(f"{name}.linear_proj", "row", hidden, heads * model.v_head_dim, ranks)
+    if model.q_lora_rank is None:
+        yield Linear(f"{name}.linear_q_proj", "column", queries, hidden, ranks)
+    else:
+        yield Linear(f"{name}.linear_q_down_proj", "column", model.q_lora_rank, hidden, ranks)
+        yield Linear(f"{name}.linear_q_up_proj", "column", queries, model.q_lora_rank, ranks)
+    yield Linear(f"{name}.linear_kv_down_proj", "column", model.kv_lora_rank + rotated, hidden, ranks)
+    yield Linear(f"{name}.linear_kv_up_proj", "column", both, model.kv_lora_rank, ranks)
+    if model.q_lora_rank is not None:
+        yield from norm(f"decoder.{name}.q_layernorm", model.q_lora_rank, model)
+    yield from norm(f"decoder.{name}.kv_layernorm", model.kv_lora_rank, model)
+
+
+def _latent_cache(model: Architecture, ranks: int) -> LayerCache:
+    if model.rl_mla_absorb:  # the same on every rank: all heads read it
+        return LayerCache(1, model.kv_lora_rank + model.qk_pos_emb_head_dim, model.kv_lora_rank, is_latent=True)
+    key = model.qk_head_dim + model.qk_pos_emb_head_dim
+    return LayerCache(model.num_attention_heads // ranks, key, model.v_head_dim)
+
+
+def _latent_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
+    heads, rotated = model.num_attention_heads // ranks, model.qk_pos_emb_head_dim
+    key, value = model.qk_head_dim + rotated, model.v_head_dim
+    latents = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + rotated  # as projected, and normalised
+    # Queries and keys put together; values padded, or in what they were projected with; the result, once more padded.
+    return latents + heads * (2 * key + (model.qk_head_dim + 2 * value if again else 3 * value))
+
+
 def _mlp(name: str, model: Architecture, width: int, ranks: int) -> Iterator[Linear]:
     hidden, bias, halves = model.hidden_size, model.add_bias_linear, 2 if model.is_gated else 1
     stripes = (("gate_proj", width), ("up_proj", width)) if model.is_gated else ()
@@ -240,6 +273,11 @@ _ATTENTION = {
     "core_attention.softmax_offset": "sinks",
 }  # fmt: skip
 _MLP = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
+_LATENT = {
+    "self_attention": "self_attn", "linear_proj": "o_proj", "linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj",
+    "linear_q_up_proj": "q_b_proj", "linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj",
+    "q_layernorm": "q_a_layernorm", "kv_layernorm": "kv_a_layernorm",
+}  # fmt: skip
 _OF_HEADS = frozenset({"rotation", "window", "scale", "sinks", "norm_across_heads"})
 _EXPERTS = _MLP | {
     "router": "gate", "router.expert_bias": "gate.e_score_correction_bias", "experts.local_experts": "experts",
@@ -248,6 +286,7 @@ _EXPERTS = _MLP | {
 
 BLOCKS: Mapping[str, Block] = {
     "heads": Block(_heads, _heads_kept, _ATTENTION, _OF_HEADS, _heads_cache),
+    "latent": Block(_latent, _latent_kept, _LATENT, frozenset({"rotation", "scale"}), _latent_cache),
     "dense": Block(_dense, _dense_kept, _MLP),
     "experts": Block(_experts, _experts_kept, _EXPERTS),
 }

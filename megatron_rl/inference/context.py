@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -119,6 +120,26 @@ class RolloutContext(BaseInferenceContext):
         if self._prompts is not None:
             return self._prompts.attend(layer, query, *kv_format.round_trip(index, key, value), kind, sinks)
         return self._attend(query, self.cache, index, self._plans[kind.window], *given(sinks))
+
+    @property
+    def keeps_latents(self) -> bool:
+        """See `RolloutPlan`."""
+        return self.cache.is_latent
+
+    def attend_latent(
+        self,
+        layer: int,
+        latent: torch.Tensor,
+        heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        absorbed: Callable[[], torch.Tensor],
+        kind: LayerKind,
+    ) -> tuple[torch.Tensor, bool]:
+        """See `RolloutPlan`."""
+        index = self._place[layer]
+        self.cache.write_latent(index, self._slots, latent)
+        if self._prompts is not None:
+            return self._prompts.attend(layer, *heads(), kind), False
+        return self._attend(absorbed(), self.cache, index, self._plans[kind.window]), True
 
     # -- asked by RolloutLayer -----------------------------------------------------------------
 

@@ -59,14 +59,24 @@ class Cache(ABC):
             return torch.zeros(self.shape(layer.heads, width), dtype=self.format.storage, device=device)
 
         self.keys = [zeros(layer, layer.key_width) for layer in layers]
-        self.values = [zeros(layer, layer.value_width) for layer in layers]
+        self.is_latent = layers[0].is_latent
+        """Values are views of keys: what is written to these, they have."""
+        pairs = zip(layers, self.keys, strict=True)
+        self.values = [
+            keys[..., : layer.value_width] if self.is_latent else zeros(layer, layer.value_width)
+            for layer, keys in pairs
+        ]
         self.routing: torch.Tensor | None = None
         """[rows, max_length, layers, k] or [blocks, block_size, layers, k] uint8 or int16, after `hold_routing`."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All memory that grows with the tokens held."""
-        return [*self.keys, *self.values, *([] if self.routing is None else [self.routing])]
+        return [*self._kept, *([] if self.routing is None else [self.routing])]
+
+    @property
+    def _kept(self) -> list[torch.Tensor]:
+        return self.keys if self.is_latent else [*self.keys, *self.values]
 
     @abstractmethod
     def shape(self, heads: int, width: int) -> tuple[int, ...]:
@@ -86,8 +96,15 @@ class Cache(ABC):
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
         for held, new in zip((self.keys[layer], self.values[layer]), self.format.pack(layer, key, value), strict=True):
-            place = held.shape[-self.place_dims :]
-            held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
+            self._put(held, slots, new)
+
+    def write_latent(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
+        """The same of a cache of latents: ``latent`` [N, 1, 1, width] is the key, and its beginning the value."""
+        self._put(self.keys[layer], slots, latent)
+
+    def _put(self, held: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
+        place = held.shape[-self.place_dims :]
+        held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
 
     # -- the experts of tokens (`--rl-router-replay`) ------------------------------------------
 
@@ -131,7 +148,7 @@ class RowCache(Cache):
         return (self._starts.index_select(0, rows) + positions[..., None]).flatten(-2)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        for held in (*self.keys, *self.values):
+        for held in self._kept:
             held[destination, :, :length] = held[source, :, :length]
         if self.routing is not None:
             self.routing[destination, :length] = self.routing[source, :length]

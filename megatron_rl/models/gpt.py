@@ -110,7 +110,7 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
     common, known = ({field.name for field in dataclasses.fields(cls)} for cls in (TransformerConfig, settings))
     flags = vars(model) | vars(config.experts) | vars(config.parallel)
     given = {name: value for name, value in flags.items() if name in known}
-    of_layers = vars(config.layers) | vars(config.rotation)
+    of_layers = vars(config.layers) | vars(config.latent) | vars(config.rotation)
     given |= {name: value for name, value in of_layers.items() if name in known - common}
     # megatron's own would be weighed otherwise: see `BalanceLosses`.
     given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
@@ -188,7 +188,8 @@ def build_model(
             from megatron.core.fp8_utils import prepare_model_for_fp8_inference
 
             prepare_model_for_fp8_inference(gpt)
-        gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
+        if not transformer_config.multi_latent_attention:  # whose layers would have one each
+            gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
         if config.rollout.rl_router_replay and head == "vocabulary":
             for layer in gpt.decoder.layers:
                 if layer.is_moe_layer:

@@ -7,6 +7,7 @@ numbers, so that on a CPU the result is the training forward's to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -49,6 +50,26 @@ class RolloutPlan(AttentionPlan, Protocol):
         """Norms, rotation, cache and attention of ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
 
         A group's queries, its key and its value lie side by side.
+        """
+        ...
+
+    @property
+    def keeps_latents(self) -> bool:
+        """Whether the cache holds what keys and values are expanded from, and not these."""
+        ...
+
+    def attend_latent(
+        self,
+        layer: int,
+        latent: torch.Tensor,
+        heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        absorbed: Callable[[], torch.Tensor],
+        kind: LayerKind,
+    ) -> tuple[torch.Tensor, bool]:
+        """Keep ``latent`` [T, 1, 1, W], and attend; whether to the latents in the cache.
+
+        Then it is ``absorbed`` queries, [T, 1, heads, W], that attend, and the result has a latent a head. In prompts
+        ``heads`` attend to each other: query, key and value [T, 1, heads, D].
         """
         ...
 

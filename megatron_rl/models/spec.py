@@ -21,6 +21,10 @@ from megatron_rl.models.rollout_ops import TorchNorm
 from megatron_rl.platform.megatron import submodules_of
 
 _ENGINE = "transformer_engine"
+_NORMS_IN_CHECKPOINTS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}  # fmt: skip
+"""megatron's names of them, also where it has none, as with latent attention: files of all models are read alike."""
 
 
 def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec:
@@ -41,6 +45,7 @@ def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec
     )
     spec.module, spec.params = RolloutLayer, {"kind": kind}
     layer = spec.submodules
+    layer.sharded_state_dict_keys_map = dict(_NORMS_IN_CHECKPOINTS)
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm if kind.pre_norms else IdentityOp
     mixer.place(layer.self_attention.submodules, config)
     mlp.place(submodules_of(layer.mlp), config)

@@ -32,6 +32,14 @@ def submodules_of(builder: Any) -> Any:
     return builder.keywords["submodules"] if isinstance(builder, functools.partial) else builder.submodules
 
 
+def let_latent_attention_be_built() -> None:
+    """Without Transformer Engine 0.16 asks whether a part of latent attention is of a class that is a mock then."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(vars(multi_latent_attention).get("TELinear", object), type):
+        multi_latent_attention.HAVE_TE = False
+
+
 def last_logits_only() -> dict[str, Any]:
     """Arguments of `BaseInferenceContext`: from 0.17 on they come in an object."""
     if VERSION < (0, 17):

@@ -101,6 +101,18 @@ def weight_of(module: torch.nn.Module, expert: int | None = None) -> torch.Tenso
     return weight if adapter is None else adapter.merged(weight, expert)
 
 
+def taken_apart(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight [N, K] and ``tokens`` [..., K] whose product ``module`` computes now, with its copy if that is used.
+
+    For whoever multiplies them in another order. Of tensor-parallel ranks each has its own rows.
+    """
+    layer = getattr(vars(module).get("forward"), "__self__", None)
+    if isinstance(layer, QuantizedLinear):
+        weight = layer.recipe.dequantize(layer.weight).to(tokens.dtype)
+        return weight, layer.recipe.round_trip(tokens, layer.weight)
+    return weight_of(module).to(tokens.dtype), tokens
+
+
 @dataclass(eq=False)
 class QuantizedMatrix:
     """A weight that is quantised by itself: a linear's, or one expert's in a stack."""

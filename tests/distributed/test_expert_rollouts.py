@@ -50,11 +50,12 @@ def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
 @pytest.mark.parametrize(("layout", "recipe"), [("EP2", "int8"), ("TP2 x EP2, ETP1", "none")])
 @pytest.mark.parametrize(
     ("shape", "linear"), [("mixed", "layers.2.mlp.shared_experts.linear_fc2"),
-                          ("sinks", "layers.1.mlp.experts.local_experts.0.linear_fc1")],
+                          ("sinks", "layers.1.mlp.experts.local_experts.0.linear_fc1"),
+                          ("latent, experts", "layers.1.self_attention.linear_kv_up_proj")],
 )  # fmt: skip
 def test_layers_beyond_routed_experts(shape: str, linear: str, layout: str, recipe: str) -> None:
     """Shared experts, sigmoid scores, a bias, groups, and a dense layer that has no part in the ranks' exchange; or
-    sinks, windows and biases."""
+    sinks, windows and biases, or latent attention."""
     world_size, parallel = LAYOUTS[layout]
     program, given = "tests.distributed.expert_programs:complete", {"shape": shape, "recipe": recipe}
     (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)

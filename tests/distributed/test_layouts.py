@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny import MIXED, POST_NORMS, SINKS, WINDOWS
+from tests.support.tiny import LATENT, LATENT_EXPERTS, MIXED, POST_NORMS, SINKS, WINDOWS
 
 TIED = {"untie_embeddings_and_output_weights": False}
 UNEVEN = {"num_layers": 5}
@@ -28,6 +28,8 @@ LORA = {"lora_rank": 4, "grpo_kl_beta": 0.1}
 """The reference is the model without the adapters."""
 FEW = {"samples": 1}
 """Of two replicas one has no micro-batch."""
+LATENT, LATENT_EXPERTS = (changes | {"num_layers": 4} for changes in (LATENT, LATENT_EXPERTS))
+LATENT_EXPERTS |= {"moe_layer_freq": "([0]*1+[1]*3)"}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": TIED,
@@ -68,6 +70,11 @@ CASES: dict[str, dict[str, Any]] = {
     "post norms": POST_NORMS,
     "mixed": MIXED | BALANCED,
     "mixed, overlaps": MIXED | BALANCED | OVERLAP,
+    "latent": LATENT,
+    "latent, attention recomputed": LATENT | {"recompute_granularity": "selective"},
+    "latent, experts": LATENT_EXPERTS | {"q_lora_rank": False},
+    "prompts, latent": PROMPTS | LATENT,
+    "shared, latent": SHARED_PROMPTS | LATENT,
     "prompts": PROMPTS,
     "prompts, fused": PROMPTS | FUSED,
     "prompts, experts": PROMPTS | EXPERTS,
@@ -88,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlaps, few, tied": OVERLAP | FEW | TIED,
 }
 REFERENCE = {
+    "latent, attention recomputed": "latent", "shared, latent": "prompts, latent",
     "sinks, loop": "sinks", "sinks, attention recomputed": "sinks",
     "odd bins": "plain", "distributed": "plain",
     "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
@@ -112,15 +120,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         [
             "shared", "shared, fused", "shared, recomputed", "shared, attention recomputed", "shared, experts",
             "shared, windows", "sinks, loop", "sinks, attention recomputed", "lora, recomputed", "lora, experts, loop",
+            "shared, latent", "latent, attention recomputed",
         ],
     ),
     "DP2": (2, {}, ["shared", "shared, overlaps"]),
-    "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora"]),
+    "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora", "latent"]),
     "TP2, sequence-parallel": (
         2, TENSOR,
         [
             "shared", "shared, fused", "shared, experts", "mixed", "lora, recomputed", "lora, some, tied, biases",
-            "lora, experts", "lora, experts, loop",
+            "lora, experts", "lora, experts, loop", "latent, attention recomputed", "latent, experts",
         ],
     ),
     "PP2": (
@@ -128,6 +137,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         [
             "plain", "tied", "fused", "recomputed", "experts", "balanced", "balanced by batch", "replayed",
             "more on the last", "few", "taught", "windows", "sinks", "mixed",
+            "latent, experts",
         ],
     ),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught", "windows"]),
@@ -144,7 +154,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         [
             "experts", "replayed", "experts, recomputed", "experts, few", "experts, overlaps", "experts, loop",
             "balanced", "experts, taught", "shared, experts", "mixed, overlaps",
-            "lora, experts, overlaps", "lora, experts, loop",
+            "lora, experts, overlaps", "lora, experts, loop", "latent, experts",
         ],
     ),
     "EP2 x DP2": (
@@ -169,7 +179,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, CONTEXT,
         [
             "plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught", "windows",
-            "windows, recomputed", "sinks", "post norms", "mixed", "lora",
+            "windows, recomputed", "sinks", "post norms", "mixed", "lora", "latent", "latent, experts",
         ],
     ),
     "CP2 x TP2, sequence-parallel": (

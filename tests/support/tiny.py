@@ -64,6 +64,17 @@ MIXED = {
     "moe_shared_expert_intermediate_size": 40, "rotary_percent": 0.5, "qk_layernorm": True,
 }  # fmt: skip
 """Changes to `FLAGS`: a dense layer, then experts, all that GLM-4.5's have beyond Qwen3's."""
+LATENT = {
+    "num_layers": 3, "group_query_attention": False, "num_query_groups": False, "add_qkv_bias": False,
+    "multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8, "kv_channels": 16, "softmax_scale": 0.4, "rope_type": "yarn", "rotary_scaling_factor": 4,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+"""Changes to `FLAGS`: latent attention, whose scale and rotation are YaRN's."""
+LATENT_EXPERTS = LATENT | {
+    name: value for name, value in MIXED.items() if name.startswith(("moe_", "num_experts"))
+}
+"""Changes to `FLAGS`: all that DeepSeek-V3 has."""
 
 SHAPES = {
     "grouped, gated, untied": {},
@@ -81,6 +92,8 @@ SHAPES = {
     "post norms": POST_NORMS,
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
     "mixed": {**MIXED, "moe_shared_expert_gate": True},
+    "latent": LATENT | {"q_lora_rank": False, "softmax_scale": False},
+    "latent, experts": LATENT_EXPERTS,
     "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
 }
 """Changes to `FLAGS` that between them have every part a model may have."""

@@ -46,6 +46,8 @@ class Requirements:
     """Of the layers that attend to the most recent tokens only; None: there are none."""
     sinks: bool = False
     """Layers have attention sinks."""
+    latents: bool = False
+    """Values have another width than keys, and in a cache of latents are a part of them."""
 
 
 class KVCache(Protocol):
@@ -116,6 +118,8 @@ class PackedKernel:
     """It computes sliding windows; ``spans``, too."""
     sinks: bool = False
     """It computes attention sinks; ``spans``, too."""
+    latents: bool = False
+    """It takes values of another width than keys."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class CacheKernel:
     """As of `PackedKernel`."""
     windows: bool = False
     sinks: bool = False
+    latents: bool = False
 
     @property
     def block_size(self) -> int:

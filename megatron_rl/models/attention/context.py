@@ -59,7 +59,8 @@ class SharedPromptsPlan(SharePlan):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan`; T is W."""
-        keys, values = repeated(torch.cat((key, value), 1), self.share.keys).chunk(2, 1)
+        widths = key.shape[-1], value.shape[-1]
+        keys, values = repeated(torch.cat((key, value), -1), self.share.keys).split(widths, -1)
         return self.kernel.spans.attend(query, keys, values, self.prepared[kind.window], *given(sinks))
 
 
@@ -88,17 +89,18 @@ class _KeysOfAll:
     def __init__(
         self, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor, context_group: dist.ProcessGroup
     ) -> None:
-        """This rank's keys and values, [W, 1, groups, D]."""
+        """This rank's keys and values, [W, 1, groups, D]; values may be of another width."""
         self._own, self.index, self.group = (key.detach(), value.detach()), index, context_group
+        self.widths = key.shape[-1], value.shape[-1]
         self._seen: tuple[torch.Tensor, ...] = ()
 
     @torch.no_grad()
     def gather(self) -> tuple[torch.Tensor, ...]:
         """Keys and values, [K, 1, groups, D] each; collective."""
-        own = torch.cat(self._own, 1)  # in one message: [W, 2, groups, D]
+        own = torch.cat(self._own, -1)  # in one message
         every = own.new_empty(own.shape[0] * self.group.size(), *own.shape[1:])
         dist.all_gather_into_tensor(every, own, group=self.group)
-        self._seen = tuple(every[:, part : part + 1].index_select(0, self.index) for part in (0, 1))
+        self._seen = tuple(part.index_select(0, self.index) for part in every.split(self.widths, -1))
         return self._seen
 
     def drop(self) -> None:
@@ -130,12 +132,12 @@ class _GatheredKeys(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, grad = ctx.kept, grads[0]
         kept.drop()
-        every = grad.new_zeros(ctx.tokens * kept.group.size(), 2, *grad.shape[2:])
-        for part, own in enumerate(grads):
-            every[:, part : part + 1].index_add_(0, kept.index, own)
+        every = grad.new_zeros(ctx.tokens * kept.group.size(), *grad.shape[1:-1], sum(kept.widths))
+        for part, own in zip(every.split(kept.widths, -1), grads, strict=True):
+            part.index_add_(0, kept.index, own)
         summed = grad.new_empty(ctx.tokens, *every.shape[1:])
         dist.reduce_scatter_tensor(summed, every, group=kept.group)
-        return summed[:, :1], summed[:, 1:], None
+        return *summed.split(kept.widths, -1), None
 
 
 class _GatherAgain(torch.autograd.Function):

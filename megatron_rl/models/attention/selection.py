@@ -92,6 +92,7 @@ def requirements_of(config: RLConfig) -> Requirements:
         spans=config.parallel.context_parallel_size > 1 or config.training.rl_share_prompts,
         window=config.layers.window_size,
         sinks=config.layers.softmax_type == "learnable",
+        latents=config.latent.multi_latent_attention,
     )
 
 
@@ -180,6 +181,8 @@ def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requir
         return "has no sliding windows (--window-size)"
     if needed.sinks and not part.sinks:
         return "has no attention sinks (--softmax-type learnable)"
+    if needed.latents and not part.latents:
+        return "takes values of the width of keys only (--multi-latent-attention)"
     return part.unfit(device, needed)
 
 

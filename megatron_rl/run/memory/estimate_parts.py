@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS, TILE
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ExpertShare, Layer, Linear, ModelLayout, Parameter, Stages
 from megatron_rl.families.blocks import blocks_of
+from megatron_rl.families.layout import cache_of
 from megatron_rl.families.lora import Lora, adapters_of
 from megatron_rl.quantization.shapes import skipped
 
@@ -157,7 +158,9 @@ def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -
         count = min(count * config.stages.chunks, len(layers))  # of each chunk
         kept, alive = count * border + sum(layers[count:]), 0 if layers[count:] else max(layers)
     size = config.parallel.context_parallel_size
-    gathered = max(layer.cache.numbers(1) for layer in layout.layers) * (2 * tokens + tokens // (2 * size))
+    heads = replace(layout.architecture, rl_mla_absorb=False)  # training has no latents in their place
+    each = max(cache_of(layer.kind, heads, layout.tensor_size).numbers(1) for layer in layout.layers)
+    gathered = each * (2 * tokens + tokens // (2 * size))
     return math.ceil(kept * _in_flight(config.stages, stage)) + alive + ends + (gathered if size > 1 else 0)
 
 

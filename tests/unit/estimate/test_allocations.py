@@ -27,7 +27,7 @@ from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
 from tests.support.generation import rollout_engine
 from tests.support.samples import make_sample, random_samples
-from tests.support.tiny import SHAPES, VOCABULARY, tiny_config, tiny_policy
+from tests.support.tiny import LATENT, SHAPES, VOCABULARY, tiny_config, tiny_policy
 
 PRECISIONS = {
     "fp32": {},
@@ -208,11 +208,19 @@ BIN = {
 }  # fmt: skip
 """Two sequences, the longer one too long for the CPU's explicit attention, and the norm that is one kernel on a CPU
 too: it then keeps what a GPU keeps."""
+LATENT_BIN = LATENT | {
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 48,
+    "kv_channels": 48, "num_layers": LAYERS, "softmax_scale": False,
+}  # fmt: skip
+"""Values are as wide as keys: for others torch's kernel on a CPU keeps the scores, too."""
 VARIANTS = {
     "gated": {},
     "gelu and qk norms": {"swiglu": False, "qk_layernorm": True},
     "attention recomputed": {"recompute_activations": True},
     "attention recomputed, qk norms": {"recompute_activations": True, "qk_layernorm": True},
+    "latent": LATENT_BIN | {"q_lora_rank": False},
+    "latent queries": LATENT_BIN,
+    "latent, attention recomputed": LATENT_BIN | {"recompute_activations": True, "v_head_dim": 24},
     "MLP recomputed": {"recompute_granularity": "selective", "recompute_modules": "mlp"},
 }
 
@@ -236,7 +244,7 @@ def kept_for_backward(config: RLConfig, groups: ParallelGroups) -> int:
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_activations_of_a_bin(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
-    config = tiny_config(**BIN, **changes)
+    config = tiny_config(**BIN | changes)
     assert estimated(config).activations.update == pytest.approx(kept_for_backward(config, one_rank), rel=0.03)
 
 

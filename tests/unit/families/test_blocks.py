@@ -23,10 +23,11 @@ def of_kinds(monkeypatch: pytest.MonkeyPatch, *changes: dict[str, str]) -> Archi
     return model
 
 
-@pytest.mark.parametrize(("part", "name"), [("mixer", "latent"), ("mlp", "shared")])
+@pytest.mark.parametrize(("part", "name"), [("mixer", "states"), ("mlp", "shared")])
 def test_a_block_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, part: str, name: str) -> None:
     model = of_kinds(monkeypatch, {}, {part: name}, {}, {})
-    with pytest.raises(ConfigError, match=f"a layer with '{name}' is not built; there are heads, dense, experts"):
+    there = "heads, latent, dense, experts"
+    with pytest.raises(ConfigError, match=f"a layer with '{name}' is not built; there are {there}"):
         ModelLayout.of(model)
 
 

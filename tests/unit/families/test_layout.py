@@ -15,6 +15,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ModelLayout
 from megatron_rl.families.architecture import padded_vocabulary
 from megatron_rl.families.hf_config import HfConfig
+from megatron_rl.models.blocks.latent import LatentAttention
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.copies import StackedLinear
@@ -40,11 +41,16 @@ def built(policy: PolicyModel) -> dict[str, Any]:
     return {
         "parameters": [[name, list(parameter.shape)] for name, parameter in policy.named_parameters()],
         "linears": [[name, *sizes_of(module)] for name, module in parallel_linears(policy.gpt).items()],
-        "caches": [
-            [one.num_query_groups_per_partition, one.hidden_size_per_attention_head, one.hidden_size_per_attention_head]
-            for one in attentions
-        ],
-    }  # fmt: skip
+        "caches": [cache_of(one) for one in attentions],
+    }
+
+
+def cache_of(attention: torch.nn.Module) -> list[int]:
+    """Heads, and the widths of keys and values."""
+    if isinstance(attention, LatentAttention):
+        latent = attention.kv_layernorm.weight.numel()
+        return [1, attention.linear_kv_down_proj.output_size, latent]
+    return [attention.num_query_groups_per_partition, *[attention.hidden_size_per_attention_head] * 2]
 
 
 def sizes_of(module: torch.nn.Module) -> tuple[str | int, ...]:
@@ -92,7 +98,8 @@ def one_of_two_ranks(parallel: dict[str, int], shapes: list[str]) -> list[dict[s
 
 def test_of_two_tensor_parallel_ranks() -> None:
     """With fewer groups than ranks each rank stores half a group, and caches all of it."""
-    shapes, parallel = ["one group", "all biases", "experts", "mixed", "odd widths"], {"tensor_model_parallel_size": 2}
+    parallel = {"tensor_model_parallel_size": 2}
+    shapes = ["one group", "all biases", "experts", "mixed", "latent", "odd widths"]
     ranks = run_ranks("tests.unit.families.test_layout:one_of_two_ranks", 2, parallel=parallel, shapes=shapes)
     expected = [told(on_two_ranks(name, parallel).layout(VOCABULARY)) for name in shapes]
     assert ranks == [expected, expected]

@@ -1,4 +1,4 @@
-"""Mistral, OLMo and Qwen with experts: what their files may say, and what is refused by its name."""
+"""Mistral, OLMo, DeepSeek and Qwen with experts: what their files may say, and what is refused by its name."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def _read(folder: Path, config: dict[str, Any]) -> HfModel:
         ("OLMo-3-7B", {"rope_theta": 10000}, "rope_theta 10000 is not built"),
         ("OLMo-3-7B", {"layer_types": ["full_attention"] + ["sliding_attention"] * 31}, "layer_types"),
         ("OLMo-3-7B", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "keep one of them"),
+        ("Moonlight-16B-A3B", {"num_key_value_heads": 4}, "num_key_value_heads 4 is not built here"),
+        ("Moonlight-16B-A3B", {"rope_interleave": False}, "rope_interleave false is not built here"),
+        ("Moonlight-16B-A3B", {"scoring_func": "softmax"}, 'scoring_func "softmax" is not built here'),
+        ("Moonlight-16B-A3B", {"attention_bias": True}, "attention_bias true is not built here"),
+        ("Moonlight-16B-A3B", {"n_group": 8, "topk_group": 2}, "topk_group 2 is not built here"),
+        ("Moonlight-16B-A3B", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ("DeepSeek-V3, in bf16", {"quantization_config": {"quant_method": "fp8"}}, "take the unquantised model"),
         ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True}, "use_sliding_window true"),
         ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
     ],

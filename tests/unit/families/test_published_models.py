@@ -15,6 +15,7 @@ from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import HfModel, read_model
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors
+from tests.support.deepseek import DEEPSEEK
 
 QWEN2_5 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu",
@@ -161,6 +162,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
          "correction_range_round_to_int": False, "window_size": 128, "window_attn_skip_freq": 2,
          "activation_func_clamp_value": 7.0, "softmax_type": "learnable", "add_bias_linear": True}),
 }  # fmt: skip
+PUBLISHED |= DEEPSEEK
 
 
 def _read(folder: Path, config: dict[str, Any]) -> HfModel:

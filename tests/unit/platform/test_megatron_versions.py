@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
@@ -32,6 +33,11 @@ def test_the_mlp_of_a_layer_has_submodules() -> None:
     mlp = get_gpt_layer_local_spec().submodules.mlp
     assert isinstance(mlp, functools.partial) == (megatron.VERSION >= (0, 17))
     assert megatron.submodules_of(mlp).linear_fc1 is not None
+
+
+def test_latent_attention_is_built_without_transformer_engine() -> None:
+    megatron.let_latent_attention_be_built()
+    assert isinstance(multi_latent_attention.TELinear, type) or not multi_latent_attention.HAVE_TE
 
 
 @pytest.mark.parametrize("mended", [True, False])

@@ -34,5 +34,5 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan, *s
 
 BACKEND = Backend(
     "paged", anywhere, None,
-    CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend, windows=True, sinks=True),
+    CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend, windows=True, sinks=True, latents=True),
 )

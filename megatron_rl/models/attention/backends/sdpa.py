@@ -132,12 +132,11 @@ def attend_one_token(
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One new token a row -> ``[N, 1, query_heads * D]``.
+    """One new token a row -> ``[N, 1, query_heads * E]``.
 
-    ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive; ``sinks``
-    [query_heads].
-    Query heads of a group are folded into the query length, so the cache is read once a group and never expanded.
-    Not differentiable.
+    ``query`` [N, 1, query_heads, D]; ``key`` [N, groups, K, D], ``value`` the same with E; ``mask`` [N, 1, 1, K]
+    additive; ``sinks`` [query_heads]. Query heads of a group are folded into the query length, so the cache is read
+    once a group and never expanded. Not differentiable.
     """
     rows, _, heads, width = query.shape
     groups, keys = key.shape[1:3]
@@ -153,8 +152,8 @@ def attend_one_token(
     else:
         own = functional.pad(sinks.view(groups, share, 1), (0, 0, 0, folded.shape[2] - share))
         weights = _softmax(each, own, value.dtype).flatten(0, 1)
-    output = torch.bmm(weights, value.flatten(0, 1)).view(rows, groups, -1, width)
-    return output[:, :, :share].reshape(rows, 1, heads * width)
+    output = torch.bmm(weights, value.flatten(0, 1)).view(rows, groups, -1, value.shape[-1])
+    return output[:, :, :share].reshape(rows, 1, -1)
 
 
 def attend_heads(
@@ -166,8 +165,8 @@ def attend_heads(
 ) -> torch.Tensor:
     """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32, differentiable: several tokens a row.
 
-    ``query`` [B, heads, L, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` [L, K] or [B, 1, L, K] additive,
-    ``sinks`` [heads] -> ``[B, heads, L, D]``.
+    ``query`` [B, heads, L, D], ``key`` [B, groups, K, D], ``value`` [B, groups, K, E], ``mask`` [L, K] or [B, 1, L, K]
+    additive, ``sinks`` [heads] -> ``[B, heads, L, E]``.
     """
     count, heads, length, width = query.shape
     groups = key.shape[1]
@@ -180,7 +179,7 @@ def attend_heads(
     else:
         own = sinks.view(groups, share, 1, 1).expand(-1, -1, length, -1)
         weights = _softmax(scores, own.reshape(groups, share * length, 1), value.dtype)
-    return torch.matmul(weights, value).view(count, heads, length, width)
+    return torch.matmul(weights, value).view(count, heads, length, -1)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -339,11 +338,12 @@ BACKEND = Backend(
     name="sdpa",
     problem=anywhere,
     packed=PackedKernel(
-        Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans), windows=True, sinks=True
+        Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans),
+        windows=True, sinks=True, latents=True,
     ),
     cache=CacheKernel(
-        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_steps=_prepare_steps, windows=True,
-        sinks=True,
+        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_steps=_prepare_steps,
+        windows=True, sinks=True, latents=True,
     ),
     packed_rank=1,
     cache_rank=1,

@@ -1,0 +1,175 @@
+"""Multi-head latent attention: keys and values of all heads are expanded from one latent a token.
+
+Training and prompts expand it. A step that reads the cache does not: with the expansion ``W`` of a head's keys and
+``c`` of a token, ``q (W c) = (W^T q) c``, so queries absorb ``W``, attend to the latents themselves, and values are
+expanded from the result. The cache then has ``kv_lora_rank + qk_pos_emb_head_dim`` numbers a token, whatever the heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_rl.families import LayerKind
+from megatron_rl.models.blocks import Block
+from megatron_rl.models.rollout_ops import Pending, TorchNorm, WholeColumnLinear, WholeRowLinear, call_linear
+from megatron_rl.platform.megatron import let_latent_attention_be_built
+from megatron_rl.quantization.copies import taken_apart
+
+if TYPE_CHECKING:
+    from megatron_rl.models.attention.plan import AttentionPlan
+    from megatron_rl.models.rollout import RolloutPlan
+
+_EPSILON = 1e-6
+"""Of the norms of latents, in all models whatever their other norms have."""
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value, ``[T, 1, heads, D]``; values are of another width."""
+
+
+class _PlannedLatentAttention(MLASelfAttention):
+    """megatron's projections; rotation and attention are the plan's, as in `PlannedSelfAttention`."""
+
+    kind: LayerKind
+
+    def forward(
+        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
+        plan = packed_seq_params
+        query = self._query(hidden_states, plan)
+        heads = self._heads(query, *self._latent(hidden_states, plan))
+        attend = functools.partial(plan.attend, self.layer_number, kind=self.kind)
+        if self.training and self.checkpoint_core_attention:
+            attend = functools.partial(tensor_parallel.checkpoint, attend, False)
+        return self.linear_proj(attend(*heads))
+
+    def _query(self, hidden: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """``[T, 1, hidden]`` -> ``[T, 1, heads, D]``, its last part rotated."""
+        if self.config.q_lora_rank is None:
+            mixed, _ = call_linear(self.linear_q_proj, hidden)
+        else:
+            narrow = self._shared(self._gathered(call_linear(self.linear_q_down_proj, hidden)[0]))
+            mixed, _ = call_linear(self.linear_q_up_proj, self.q_layernorm(narrow))
+        own, rotated = mixed.unflatten(-1, (-1, self.q_head_dim)).split(self._key_widths, -1)
+        return torch.cat((own, self._rotated(rotated, plan)), -1)
+
+    def _latent(self, hidden: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, 1, hidden]`` -> the latent ``[T, 1, kv_lora_rank]``, and the rotated part of keys, ``[T, 1, 1, D]``.
+
+        Under sequence parallelism the latent is of this rank's share of the tokens.
+        """
+        config = self.config
+        mixed = self._gathered(call_linear(self.linear_kv_down_proj, hidden)[0])
+        latent, rotated = mixed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
+        # Every rank's own heads read the rotated part, so its gradients are added up; the latent's are behind the norm.
+        rotated = copy_to_tensor_model_parallel_region(rotated)
+        return self.kv_layernorm(self._shared(latent)), self._rotated(rotated[:, :, None], plan)
+
+    def _heads(self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor) -> Heads:
+        mixed, _ = call_linear(self.linear_kv_up_proj, latent)
+        mixed = mixed.unflatten(-1, (-1, sum(self._expanded_widths)))
+        own, value = mixed.split(self._expanded_widths, -1)
+        key = torch.cat((own, rotated.expand(-1, -1, own.shape[2], -1)), -1)
+        return self._scaled(query), key, value
+
+    def _scaled(self, query: torch.Tensor) -> torch.Tensor:
+        """The queries such that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
+        width = query.shape[-1]
+        if self.kind.scale is None and width == self.q_head_dim:
+            return query
+        scale = self.kind.scale or 1 / math.sqrt(self.q_head_dim)
+        return query * (scale * math.sqrt(width))
+
+    @property
+    def _key_widths(self) -> tuple[int, int]:
+        return self.config.qk_head_dim, self.config.qk_pos_emb_head_dim
+
+    @property
+    def _expanded_widths(self) -> tuple[int, int]:
+        return self.config.qk_head_dim, self.config.v_head_dim
+
+    def _rotated(self, heads: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """Neighbours are a pair: they are laid into halves, in queries and keys alike, which keeps their product."""
+        halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return plan.rotate(halves, self.kind)
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """A projection into a latent, of which each tensor-parallel rank has some columns."""
+        return part if self.world_size == 1 else gather_from_tensor_model_parallel_region(part)
+
+    def _shared(self, latent: torch.Tensor) -> torch.Tensor:
+        """What is expanded next: its projection gathers the tokens again under sequence parallelism."""
+        return scatter_to_sequence_parallel_region(latent) if self.config.sequence_parallel else latent
+
+
+class LatentAttention(Block, _PlannedLatentAttention):
+    """megatron's latent attention, whose rotation and scale are those of the layer's kind."""
+
+    settings = MLATransformerConfig
+    expects = {"attention_output_gate": False, "cache_mla_latents": False, "experimental_attention_variant": None}
+
+    @staticmethod
+    def stock(config: TransformerConfig) -> dict[str, Any]:
+        let_latent_attention_be_built()
+        return {"multi_latent_attention": True}
+
+    @staticmethod
+    def place(submodules: MLASelfAttentionSubmodules, config: TransformerConfig) -> None:
+        submodules.core_attention = IdentityOp  # the plan attends
+        submodules.q_layernorm = submodules.kv_layernorm = TorchNorm
+        if config.tensor_model_parallel_size == 1:
+            submodules.linear_q_proj = submodules.linear_q_up_proj = WholeColumnLinear
+            submodules.linear_kv_up_proj, submodules.linear_proj = WholeColumnLinear, WholeRowLinear
+
+    def prepare(self, kind: LayerKind) -> None:
+        self.kind = kind
+        del self.rotary_pos_emb  # each layer's own, of the same numbers
+        compressed = self.config.q_lora_rank is not None
+        for norm in (self.kv_layernorm, *([self.q_layernorm] if compressed else [])):
+            norm.eps = _EPSILON
+        if self.world_size == 1:  # in a specification megatron takes no other class for these
+            for linear in (self.linear_kv_down_proj, *([self.linear_q_down_proj] if compressed else [])):
+                linear.__class__ = WholeColumnLinear
+
+    def decode(self, normed: torch.Tensor, plan: RolloutPlan) -> Pending:
+        hidden = normed[:, None]
+        query, (latent, rotated) = self._query(hidden, plan), self._latent(hidden, plan)
+        if plan.keeps_latents:
+            attended = self._absorbed(query, latent, rotated, plan)
+        else:
+            attended = plan.attend(self.layer_number, *self._heads(query, latent, rotated), self.kind)
+        return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
+
+    def _absorbed(
+        self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, plan: RolloutPlan
+    ) -> torch.Tensor:
+        """``[T, 1, heads * v_head_dim]``: see the top of the file."""
+        weight, kept = taken_apart(self.linear_kv_up_proj, latent)
+        to_key, to_value = weight.unflatten(0, (-1, sum(self._expanded_widths))).split(self._expanded_widths, 1)
+
+        def absorbed() -> torch.Tensor:
+            own, turned = query.split(self._key_widths, -1)
+            return self._scaled(torch.cat((torch.einsum("tbhd,hdc->tbhc", own, to_key), turned), -1))
+
+        attended, is_latent = plan.attend_latent(
+            self.layer_number, torch.cat((kept[:, :, None], rotated), -1),
+            lambda: self._heads(query, latent, rotated), absorbed, self.kind,
+        )  # fmt: skip
+        if not is_latent:
+            return attended
+        return torch.einsum("tbhc,hdc->tbhd", attended.unflatten(-1, (len(to_value), -1)), to_value).flatten(2)
+
+
+BLOCK = LatentAttention
