@@ -29,6 +29,7 @@ from megatron_rl.user_files import read_text
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms import Extension, GroupFilter
+    from megatron_rl.endpoint.reasoning import Reasoning
     from megatron_rl.environments.grading import Grader
     from megatron_rl.environments.tool_calls.parser import Parser
     from megatron_rl.families.family import Family
@@ -185,4 +186,5 @@ RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantiz
 BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.models.attention.backends", "BACKEND")
 FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")
 GRADERS: Registry[Grader] = Registry("grader", "megatron_rl.environments.grading", "judge")
+REASONING: Registry[Reasoning] = Registry("reasoning parser", "megatron_rl.endpoint.reasoning", "PARSER")
 PARSERS: Registry[Parser] = Registry("parser of tool calls", "megatron_rl.environments.tool_calls.parsers", "PARSER")

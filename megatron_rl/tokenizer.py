@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -215,18 +215,18 @@ class Tokenizer:
         except ValueError:  # there is no template, or none of several is the default
             return ""
 
-    def decode(self, token_ids: Sequence[int], calls_of: str = "") -> str:
-        """Decode without special tokens, except those by which the parser ``calls_of`` reads calls."""
-        left_out = self.left_out(calls_of) if calls_of else ()
+    def decode(self, token_ids: Sequence[int], calls_of: str = "", marks: Collection[str] = ()) -> str:
+        """Decode without special tokens, except ``marks`` and those by which the parser ``calls_of`` reads calls."""
+        left_out = self.left_out(calls_of, marks) if calls_of or marks else ()
         return self._backend.decode(
             [number for number in token_ids if number not in left_out],
-            skip_special_tokens=not (calls_of and PARSERS.get(calls_of).markers),
+            skip_special_tokens=not (marks or (calls_of and PARSERS.get(calls_of).markers)),
             clean_up_tokenization_spaces=False,
         )
 
-    def left_out(self, calls_of: str = "") -> frozenset[int]:
+    def left_out(self, calls_of: str = "", marks: Collection[str] = ()) -> frozenset[int]:
         """Return the ids that `decode` leaves out."""
-        kept = PARSERS.get(calls_of).markers if calls_of else ()
+        kept = (*marks, *(PARSERS.get(calls_of).markers if calls_of else ()))
         return frozenset(number for text, number in self.special_tokens.items() if text not in kept)
 
     def token_names(self, token_ids: Sequence[int]) -> list[str]:

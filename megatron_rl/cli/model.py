@@ -41,7 +41,7 @@ USAGE_OF_FLAGS = """  --temperature N, --top-p N, --top-k N, --max-new-tokens N,
 """
 _TAKEN_FROM_A_RUN = (
     "bf16", "max_position_embeddings", "make_vocab_size_divisible_by", "chat_template", "chat_template_kwargs",
-    "system_prompt", "rl_tool_call_parser",
+    "system_prompt", "rl_tool_call_parser", "rl_reasoning_parser",
 )  # fmt: skip
 """What a run's config.yaml says and its checkpoints, which bring shape and tokenizer, do not."""
 

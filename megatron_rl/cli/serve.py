@@ -151,7 +151,7 @@ def _listening(job: Job, generator: Generator) -> Iterator[Endpoint]:
             generator.tokenizer, max_sequence_length=factory.max_sequence_length,
             max_new_tokens=factory.sampling.max_new_tokens, sampling=factory.sampling, model=job.model_name,
             host=place.host, port=place.port, token=token, fixed=why_fixed(job.config),
-            unscored=why_unscored(job.config),
+            unscored=why_unscored(job.config), reasoning=job.config.tokenizer.rl_reasoning_parser,
         )  # fmt: skip
         try:
             endpoint.start()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, divisors, flag, flags_of, nearest_multiples
 from megatron_rl.families.architecture import MOST_LAYERS
-from megatron_rl.registry import PARSERS
+from megatron_rl.registry import PARSERS, REASONING
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
@@ -140,6 +140,8 @@ class TokenizerConfig:
     """System message for chats that have none."""
     rl_tool_call_parser: str = flag("auto", names_of=PARSERS)
     """Parser of the model's tool calls: auto (recognized from the chat template), a name, or file.py:PARSER."""
+    rl_reasoning_parser: str = flag("none", names_of=REASONING)
+    """Parser of thoughts, which the endpoint returns as reasoning_content: none, a name, or file.py:PARSER."""
     vocab_size: int | None = flag(None, ge=1, le=100_000_000)
     """Rows of the embedding before padding, if the model has more than the tokenizer has tokens."""
     make_vocab_size_divisible_by: int = flag(128, ge=1, le=1_000_000)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron_rl.endpoint.reasoning import overlap
 from megatron_rl.environments.tool_calls import Tools, parse, split_thought
+from megatron_rl.registry import REASONING
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
 
@@ -31,11 +33,14 @@ class Choice:
     finish_reason: str
     """OpenAI's: stop, length or tool_calls."""
     completion: Completion
+    thought: str = ""
 
     @property
     def message(self) -> Message:
         """The assistant's message."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.thought:
+            message["reasoning_content"] = self.thought
         if self.tool_calls:
             message |= {"content": self.text or None, "tool_calls": list(self.tool_calls)}
         return message
@@ -45,37 +50,45 @@ class AnswerReader:
     """Reads the answers to one request."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        parser: str = "",
-        tools: Tools = (),
-        call_prefix: str = "call",
-    ) -> None:
-        """``parser`` finds calls of ``tools``, whose ids begin with ``call_prefix``; without it they stay text."""
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), parser: str = "", tools: Tools = (),
+        call_prefix: str = "call", reasoning: str = "none", prompt_ids: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """``parser`` finds calls of ``tools``, whose ids begin with ``call_prefix``; without it they stay text.
+
+        So do thoughts without a ``reasoning`` parser; ``prompt_ids`` may end where one begins.
+        """
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._parser, self._tools, self._call_prefix = parser, tools, call_prefix
+        self._reasoning = thinks = None if reasoning == "none" else REASONING.get(reasoning)
+        before = tokenizer.decode_raw(prompt_ids[-CONTEXT:]) if thinks else ""
+        self._is_begun = bool(thinks) and before.rstrip().endswith(thinks.begin)
+        self._marks = (thinks.begin, thinks.end) if thinks else ()
 
     def choice(self, completion: Completion) -> Choice:
         """Read a whole answer."""
-        text = self._before_stop(self._tokenizer.decode(completion.token_ids, self._parser))
+        text = self._before_stop(self._tokenizer.decode(completion.token_ids, self._parser, self._marks))
+        thought, text = self._split(text, is_whole=True)
         reason = "length" if completion.finish_reason == "length" else "stop"
         if not self._parser:
-            return Choice(text, (), reason, completion)
+            return Choice(text, (), reason, completion, thought)
         parsed = parse(text, self._tools, self._parser, self._call_prefix)
         calls = tuple(call.as_message() for call in parsed.calls)
-        return Choice(parsed.content, calls, "tool_calls" if calls and reason == "stop" else reason, completion)
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        return Choice(parsed.content, calls, reason, completion, thought)
 
     def decoder(self) -> IncrementalDecoder:
-        """Return the decoder whose texts `final_part` takes, for one answer."""
-        return IncrementalDecoder(self._tokenizer, self._parser)
+        """Return the decoder whose texts `final_parts` takes, for one answer."""
+        return IncrementalDecoder(self._tokenizer, self._parser, self._marks)
 
-    def final_part(self, text: str) -> str:
-        """Return what of ``text`` stays whatever follows, without a partial character, stop string or tool call."""
+    def final_parts(self, text: str) -> tuple[str, str]:
+        """Return what of thought and answer stays whatever follows: no partial character, stop string, mark or call."""
         text = self._before_stop(text.rstrip(PARTIAL_CHARACTER))
-        held_back = max((_overlap(text, string) for string in self._stop), default=0)
-        text = text[: len(text) - held_back]
-        return _before_calls(text) if self._parser else text
+        held_back = max((overlap(text, string) for string in self._stop), default=0)
+        thought, text = self._split(text[: len(text) - held_back], is_whole=False)
+        return thought, _before_calls(text) if self._parser else text
+
+    def _split(self, text: str, is_whole: bool) -> tuple[str, str]:
+        return ("", text) if self._reasoning is None else self._reasoning.split(text, self._is_begun, is_whole)
 
     def _before_stop(self, text: str) -> str:
         """``text`` before the first of the caller's stop strings."""
@@ -90,10 +103,10 @@ class IncrementalDecoder:
         text    head ......... | decode(window)[cut:]
     """
 
-    def __init__(self, tokenizer: Tokenizer, calls_of: str = "") -> None:
-        """``calls_of`` as in `Tokenizer.decode`."""
-        self._decode = partial(tokenizer.decode, calls_of=calls_of)
-        self._left_out, self._byte_tokens = tokenizer.left_out(calls_of), tokenizer.byte_tokens
+    def __init__(self, tokenizer: Tokenizer, calls_of: str = "", marks: Collection[str] = ()) -> None:
+        """``calls_of`` and ``marks`` as in `Tokenizer.decode`."""
+        self._decode = partial(tokenizer.decode, calls_of=calls_of, marks=marks)
+        self._left_out, self._byte_tokens = tokenizer.left_out(calls_of, marks), tokenizer.byte_tokens
         self._num_read, self._window, self._limit = 0, [], WINDOW
         self._head, self._cut = "", 0
 
@@ -131,9 +144,3 @@ def _before_calls(text: str) -> str:
     call = CALL_BEGINS.search(answer)
     shown = (thought + (answer[: call.start()] if call else answer)).rstrip()
     return "" if shown[:1].isspace() else shown
-
-
-def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``string``."""
-    longest = min(len(text), len(string) - 1)
-    return next((count for count in range(longest, 0, -1) if text.endswith(string[:count])), 0)

@@ -52,20 +52,16 @@ class Limits:
     """Why the engine draws from the model's own distribution alone; empty where it need not."""
     unscored: str = ""
     """Why it knows the log-probs of drawn tokens alone; empty where it knows those of others."""
+    reasoning: str = "none"
+    """The parser of thoughts in chats; none: they are part of the text."""
 
 
 def sampling_of(asked: Drawing, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
     """Return what the caller asks for, and ``default`` where it leaves something open. Temperature 0 is greedy."""
     temperature = default.temperature if asked.temperature is None else asked.temperature
     return replace(
-        default,
-        temperature=temperature or 1.0,
-        greedy=temperature == 0 or (asked.temperature is None and default.greedy),
-        top_k=default.top_k if asked.top_k is None else asked.top_k,
-        top_p=default.top_p if asked.top_p is None else asked.top_p,
-        min_p=default.min_p if asked.min_p is None else asked.min_p,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
-        stop_token_ids=asked.stop_token_ids,
-        constraints=asked.constraints,
-    )
+        default, **{name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(asked, name)) is not None},
+        temperature=temperature or 1.0, greedy=temperature == 0 or (asked.temperature is None and default.greedy),
+        max_new_tokens=max_new_tokens, stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
+        stop_token_ids=asked.stop_token_ids, constraints=asked.constraints,
+    )  # fmt: skip

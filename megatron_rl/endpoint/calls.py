@@ -34,19 +34,10 @@ class Endpoint:
     """An OpenAI-compatible endpoint; its methods are for the thread of the engine that answers its calls."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        max_sequence_length: int,
-        max_new_tokens: int,
-        sampling: SamplingParams | None = None,
-        model: str = POLICY,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        fixed: str = "",
-        unscored: str = "",
-    ) -> None:
+        self, tokenizer: Tokenizer, *, max_sequence_length: int, max_new_tokens: int,
+        sampling: SamplingParams | None = None, model: str = POLICY, host: str = "127.0.0.1", port: int = 0,
+        token: str | None = None, fixed: str = "", unscored: str = "", reasoning: str = "none",
+    ) -> None:  # fmt: skip
         """Nothing listens before `start`.
 
         Args:
@@ -57,9 +48,11 @@ class Endpoint:
             token: what callers must send; None makes one.
             fixed: why the engine draws from the model's own distribution alone; empty where it need not.
             unscored: why it knows the log-probs of drawn tokens alone; empty where it knows those of others.
+            reasoning: the parser of thoughts.
         """
         self.token = token or secrets.token_urlsafe(32)
-        limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams(), fixed, unscored)
+        sizes, said = (max_sequence_length, max_new_tokens), (fixed, unscored, reasoning)
+        limits = Limits(model, *sizes, sampling or SamplingParams(), *said)
         tokenizer = tokenizer.reading_at_most(max_sequence_length)
         self._pending = PendingCalls(tokenizer, limits, Metrics(model, self._load), self._put, self._drop)
         self._http = HttpThread(self._pending, self.token, host, port)

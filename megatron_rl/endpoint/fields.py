@@ -40,6 +40,14 @@ def typed(value: Any, kind: type[T], param: str) -> T:
     return value
 
 
+def token_ids(values: list[Any], vocab_size: int, param: str) -> tuple[int, ...]:
+    """Return ``values`` if they are ids of the vocabulary, else refuse ``param``."""
+    wrong = next((item for item in values if type(item) is not int or not 0 <= item < vocab_size), None)
+    if wrong is not None:
+        refuse(param, f"has {shorten(wrong)}; give token ids from 0 to {vocab_size - 1}")
+    return tuple(values)
+
+
 def parsed(data: bytes, read: Callable[[Any], T]) -> T:
     """Return what ``read`` makes of the JSON in a body.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.endpoint.fields import Fields, refuse, typed
+from megatron_rl.endpoint.fields import Fields, refuse, token_ids, typed
 from megatron_rl.endpoint.structured import Shape, read_shape
 from megatron_rl.errors import shorten
 from megatron_rl.inference.sampler import MOST_SCORED
@@ -140,10 +140,7 @@ def _token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     given = fields.get("stop_token_ids", list) or []
     if len(given) > MAX_STOPS:
         refuse("stop_token_ids", f"has {len(given)} ids; give at most {MAX_STOPS}")
-    wrong = next((item for item in given if type(item) is not int or not 0 <= item < vocab_size), None)
-    if wrong is not None:
-        refuse("stop_token_ids", f"has {shorten(wrong)}; give token ids from 0 to {vocab_size - 1}")
-    return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(token_ids(given, vocab_size, "stop_token_ids")))
 
 
 def _stop(value: Any) -> tuple[str, ...]:

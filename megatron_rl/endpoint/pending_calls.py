@@ -91,12 +91,8 @@ class PendingCalls:
         self._fail(_session_over(), [pending for pending in self._pending.values() if pending.session is session])
         return await self.in_text_thread(session.end)
 
-    def environment_of(self, session_id: str | None) -> str:
-        """Return the environment of an open session; empty of none."""
-        return self._session(session_id).environment
-
-    def _session(self, session_id: str | None) -> Session:
-        """A call without a session is the only one of its own."""
+    def session(self, session_id: str | None) -> Session:
+        """Return an open one. A call without a session is the only one of its own."""
         if session_id is None:
             return Session("", self.tokenizer)
         if session_id not in self._sessions:
@@ -119,36 +115,34 @@ class PendingCalls:
         Raises:
             ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
         """
-        session = self._session(session_id)
+        session = self.session(session_id)
         parser = await self.in_text_thread(self._parser, session.environment) if request.tools else ""
         drawing = await self.in_text_thread(self._shaping.of_chat, request, parser, session.id is not None)
         # No other call of its conversation has these ids, and they are the same in each run.
         prefix, stop = f"call_{len(request.messages)}", request.options.drawing.stop
-        reader = AnswerReader(self.tokenizer, stop, parser if request.reads_calls else "", request.tools, prefix)
+        # Within a grammar there is no thought.
+        reasoning = "none" if drawing.constraints and drawing.constraints.grammar else self.limits.reasoning
+        calls = parser if request.reads_calls else ""
+        reading = partial(AnswerReader, self.tokenizer, stop, calls, request.tools, prefix, reasoning)
         asked = {"tools": request.tools, "template_kwargs": request.template_kwargs}
         plan = partial(session.begin_chat, messages=request.messages, **asked)
         options = replace(request.options, drawing=drawing)
-        return await self._ask(session, options, "messages", [plan], reader, on_progress)
+        return await self._ask(session, options, "messages", [plan], reading, on_progress)
 
     async def ask_text(
         self, session_id: str | None, request: TextRequest, on_progress: OnProgress | None
     ) -> list[PendingCall]:
         """Hand over the calls of ``request``, the choices of the first prompt first; errors as of `ask_chat`."""
-        session, options = self._session(session_id), request.options
-        reader = AnswerReader(self.tokenizer, options.drawing.stop)
+        session, options = self.session(session_id), request.options
+        reading = partial(AnswerReader, self.tokenizer, options.drawing.stop)
         drawing = await self.in_text_thread(self._shaping.of_text, options, session.id is not None)
         plans = [partial(session.begin_text, prompt=prompt) for prompt in request.prompts]
-        return await self._ask(session, replace(options, drawing=drawing), "prompt", plans, reader, on_progress)
+        return await self._ask(session, replace(options, drawing=drawing), "prompt", plans, reading, on_progress)
 
     async def _ask(
-        self,
-        session: Session,
-        options: Options,
-        param: str,
-        plans: list[Callable[[Sequence[int]], list[PlannedCall]]],
-        reader: AnswerReader,
-        on_progress: OnProgress | None,
-    ) -> list[PendingCall]:
+        self, session: Session, options: Options, param: str, plans: list[Callable[[Sequence[int]], list[PlannedCall]]],
+        reading: Callable[..., AnswerReader], on_progress: OnProgress | None,
+    ) -> list[PendingCall]:  # fmt: skip
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
         self._check_scores(session, options)
         numbers: list[int] = []
@@ -160,11 +154,11 @@ class PendingCalls:
                 planned += await self._planned(partial(plan, new), param)
             if self._aborted is not None:
                 raise self._aborted
-            self._session(session.id)  # it may be over by now
+            self.session(session.id)  # it may be over by now
         except BaseException:  # the request is refused, or its client has hung up
             self._text_thread.submit(session.forget, numbers)
             raise
-        pending = []
+        pending, reader = [], reading(prompt_ids=planned[0].prompt_ids)
         for index, (number, plan) in enumerate(zip(numbers, planned, strict=True)):
             call = self._call(number, session, plan, options, index % options.n)
             answer = asyncio.get_running_loop().create_future()
@@ -221,19 +215,12 @@ class PendingCalls:
         max_new_tokens = min(self.limits.max_new_tokens, room, drawing.max_new_tokens or room)
         is_trained = session.id is not None
         return Call(
-            number=number,
-            session=session.id,
-            after=planned.after,
-            ids=planned.ids,
-            branch=planned.branch if is_trained else choice,
-            max_new_tokens=max_new_tokens,
-            stop=drawing.stop,
-            stop_token_ids=drawing.stop_token_ids,
+            number, session.id, planned.after, planned.ids, planned.branch if is_trained else choice, max_new_tokens,
+            drawing.stop, drawing.stop_token_ids,
             sampling=None if is_trained else sampling_of(drawing, self.limits.sampling, max_new_tokens),
             seed=None if is_trained else options.seed,
-            top_logprobs=options.top_logprobs,
-            scores_prompt=options.prompt_logprobs is not None,
-        )
+            top_logprobs=options.top_logprobs, scores_prompt=options.prompt_logprobs is not None,
+        )  # fmt: skip
 
     # -- answers ---------------------------------------------------------------------------------
 

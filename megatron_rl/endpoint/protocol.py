@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.chat import kwargs_refusal
-from megatron_rl.endpoint.fields import ApiError, Fields, refuse, typed
+from megatron_rl.endpoint.fields import ApiError, Fields, refuse, token_ids, typed
 from megatron_rl.endpoint.options import Options, read_options, refuse_unread
 from megatron_rl.environments.tool_calls import Tools, checked_tools
 from megatron_rl.errors import shorten
@@ -42,6 +42,7 @@ class ChatRequest:
     """It ends with its first call."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, beside the run's."""
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def read_tokenize(body: Any) -> tuple[str | None, TokenizeRequest]:
 def read_detokenize(body: Any, vocab_size: int) -> tuple[str | None, tuple[int, ...]]:
     """Read the model, if any is named, and the token ids in a parsed body; errors as of `read_chat`."""
     fields = _fields(body)
-    model, tokens = fields.get("model", str), _token_ids(fields.required("tokens", list), vocab_size, "tokens")
+    model, tokens = fields.get("model", str), token_ids(fields.required("tokens", list), vocab_size, "tokens")
     refuse_unread(fields)
     return model, tokens
 
@@ -156,16 +157,11 @@ def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _prompt(value: Any, vocab_size: int, param: str) -> str | tuple[int, ...]:
-    return value if isinstance(value, str) else _token_ids(value, vocab_size, param)
-
-
-def _token_ids(value: Any, vocab_size: int, param: str) -> tuple[int, ...]:
+    if isinstance(value, str):
+        return value
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         refuse(param, f"is {shorten(value)}; give a text, or a list of token ids", "invalid_type")
-    wrong = next((item for item in value if not 0 <= item < vocab_size), None)
-    if wrong is not None:
-        refuse(param, f"has the token id {shorten(wrong)}; the vocabulary has 0 to {vocab_size - 1}")
-    return tuple(value)
+    return token_ids(value, vocab_size, param)
 
 
 def _tools(fields: Fields) -> tuple[Tools, str, Tools]:
@@ -213,6 +209,9 @@ def _message(value: dict[str, Any], path: str) -> Message:
     if content is None and role != "assistant":
         refuse(path + "content", "is missing; give a text", "missing_required_parameter")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    thought = value.get("reasoning_content")
+    if role == "assistant" and isinstance(thought, str) and thought:
+        message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = [_call(call, f"{path}tool_calls[{n}]") for n, call in enumerate(calls)]
     if role == "tool":

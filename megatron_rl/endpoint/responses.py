@@ -15,6 +15,7 @@ from aiohttp import web
 
 from megatron_rl.endpoint.answers import Choice
 from megatron_rl.endpoint.fields import ApiError
+from megatron_rl.endpoint.options import Options
 from megatron_rl.endpoint.pending_calls import PendingCall
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, TokenScore
@@ -27,14 +28,10 @@ class Envelope:
     is_chat: bool
     """``/v1/chat/completions``, not ``/v1/completions``."""
     model: str
-    logprobs: Tokenizer | None
-    """Decodes tokens where the client wants log-probs."""
-    echo: Tokenizer | None = None
-    """Decodes prompts where they stand before the answers."""
-    prompt_logprobs: Tokenizer | None = None
-    """Decodes tokens where the client wants the log-probs of prompts."""
-    returns_ids: bool = False
-    """As vLLM's `return_token_ids`: of a chat the prompt's ids stand beside the choices, of a text within each."""
+    tokenizer: Tokenizer
+    options: Options
+    echo: bool = False
+    """The prompt stands before each answer."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -49,26 +46,28 @@ class Envelope:
 
     def choice_json(self, index: int, choice: Choice, prompt_ids: Sequence[int]) -> str:
         """Return the JSON of one choice; ``prompt_ids`` are its whole prompt."""
-        before = self.echo.decode(prompt_ids) if self.echo is not None else ""
+        before = self.tokenizer.decode(prompt_ids) if self.echo else ""
         answer = {"message": choice.message} if self.is_chat else {"text": before + choice.text}
-        ending = self._ending(choice, prompt_ids if self.echo is not None else ())
-        if self.prompt_logprobs is not None:
+        ending = self._ending(choice, prompt_ids if self.echo else ())
+        if self.options.prompt_logprobs is not None:
             scores = zip(prompt_ids[1:], choice.completion.prompt_scores, strict=True)
-            ending["prompt_logprobs"] = [None, *(_prompt_entry(*each, self.prompt_logprobs) for each in scores)]
+            ending["prompt_logprobs"] = [None, *(_prompt_entry(*each, self.tokenizer) for each in scores)]
         ids = self._ids(choice.completion.token_ids) | self._prompt(prompt_ids, of_chat=False)
         return json.dumps({"index": index, **answer, **ending, **ids})
 
-    def chunk(self, index: int, text: str, ids: Sequence[int], prompt_ids: Sequence[int] | None = None) -> bytes:
+    def chunk(
+        self, index: int, thought: str, text: str, ids: Sequence[int], prompt_ids: Sequence[int] | None = None
+    ) -> bytes:
         """Return the event with more text of a choice and the ``ids`` drawn since; the first with the prompt's."""
-        delta = {"content": text} if prompt_ids is None else {"role": "assistant", "content": text}
+        delta = ({} if prompt_ids is None else {"role": "assistant", "content": ""}) | _delta(thought, text)
         answer = ({"delta": delta} if self.is_chat else {"text": text}) | {"logprobs": None, "finish_reason": None}
         of_text = self._ids(ids) | self._prompt(prompt_ids, of_chat=False)
         return self._event({"index": index, **answer, **of_text}, **self._prompt(prompt_ids, of_chat=True))
 
-    def last_chunk(self, index: int, choice: Choice, rest: str, ids: Sequence[int]) -> bytes:
+    def last_chunk(self, index: int, choice: Choice, thought: str, rest: str, ids: Sequence[int]) -> bytes:
         """Return the event that ends a choice: the rest of its text and ids, its tool calls, its log-probs."""
         calls = [{"index": number, **call} for number, call in enumerate(choice.tool_calls)]
-        delta = ({"content": rest} if rest else {}) | ({"tool_calls": calls} if calls else {})
+        delta = _delta(thought, rest) | ({"tool_calls": calls} if calls else {})
         answer = {"delta": delta} if self.is_chat else {"text": rest}
         return self._event({"index": index, **answer, **self._ending(choice), **self._ids(ids)})
 
@@ -80,10 +79,11 @@ class Envelope:
         return _event(self._object([choice], is_chunk=True, **more))
 
     def _ids(self, ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(ids)} if self.returns_ids else {}
+        return {"token_ids": list(ids)} if self.options.returns_ids else {}
 
     def _prompt(self, prompt_ids: Sequence[int] | None, of_chat: bool) -> dict[str, Any]:
-        is_shown = self.returns_ids and prompt_ids is not None and of_chat == self.is_chat
+        """Of a chat they stand beside the choices, of a text within each, as in vLLM."""
+        is_shown = self.options.returns_ids and prompt_ids is not None and of_chat == self.is_chat
         return {"prompt_token_ids": list(prompt_ids)} if is_shown else {}
 
     def _object(self, choices: list[dict[str, Any]], is_chunk: bool = False, **more: Any) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class Envelope:
 
     def _ending(self, choice: Choice, echoed: Sequence[int] = ()) -> dict[str, Any]:
         logprobs = None
-        if self.logprobs is not None:
-            of = choice.completion, self.logprobs
+        if self.options.logprobs:
+            of = choice.completion, self.tokenizer
             logprobs = _chat_logprobs(*of) if self.is_chat else _text_logprobs(*of, echoed)
         return {"logprobs": logprobs, "finish_reason": choice.finish_reason}
 
@@ -140,26 +140,35 @@ class Stream:
     async def _write_choices(self, response: web.StreamResponse, pending: list[PendingCall]) -> None:
         for index, call in enumerate(pending):
             call.answer.add_done_callback(lambda _, index=index: self._changed.put_nowait(index))
-        sent, num_open = [""] * len(pending), len(pending)
+        sent, num_open = [("", "")] * len(pending), len(pending)
         sent_ids, decoders = [0] * len(pending), [call.reader.decoder() for call in pending]
         while num_open:
             index = await self._changed.get()
             token_ids, before = self._sampled.pop(index, None), sent[index]
-            prompt_ids = None if before else pending[index].prompt_ids
+            prompt_ids = None if any(before) else pending[index].prompt_ids
             if token_ids is None:
                 choice, num_open = pending[index].answer.result(), num_open - 1
-                chunks = [] if before else [self._envelope.chunk(index, "", (), prompt_ids)]
-                rest = choice.text[len(before) :], choice.completion.token_ids[sent_ids[index] :]
+                chunks = [] if any(before) else [self._envelope.chunk(index, "", "", (), prompt_ids)]
+                rest = *_rest((choice.thought, choice.text), before), choice.completion.token_ids[sent_ids[index] :]
                 chunks.append(await self._in_text_thread(self._envelope.last_chunk, index, choice, *rest))
             else:
-                final = pending[index].reader.final_part(decoders[index].decode(token_ids))
-                sent[index] = max(before, final, key=len)
-                more = sent[index][len(before) :]
-                new_ids = token_ids[sent_ids[index] :]
-                chunks = [self._envelope.chunk(index, more, new_ids, prompt_ids)] if more else []
-                sent_ids[index] = len(token_ids) if more else sent_ids[index]
+                final = pending[index].reader.final_parts(decoders[index].decode(token_ids))
+                more, new_ids = _rest(final, before), token_ids[sent_ids[index] :]
+                chunks = [self._envelope.chunk(index, *more, new_ids, prompt_ids)] if any(more) else []
+                if any(more):
+                    sent[index] = before[0] + more[0], before[1] + more[1]
+                    sent_ids[index] = len(token_ids)
             for chunk in chunks:
                 await response.write(chunk)
+
+
+def _rest(parts: tuple[str, str], sent: tuple[str, str]) -> tuple[str, str]:
+    """Thought and answer without what was sent of them."""
+    return parts[0][len(sent[0]) :], parts[1][len(sent[1]) :]
+
+
+def _delta(thought: str, text: str) -> dict[str, Any]:
+    return {name: part for name, part in (("reasoning_content", thought), ("content", text)) if part}
 
 
 def usage_of(pending: Sequence[PendingCall], n: int) -> dict[str, Any]:

@@ -133,27 +133,22 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer messages."""
-        read = partial(read_chat, vocab_size=self._pending.tokenizer.vocab_size)
-        asked = await self._pending.in_text_thread(parsed, await request.read(), read)
-        return await self._answer(request, asked, self._pending.ask_chat)
+        return await self._answer(request, read_chat, self._pending.ask_chat)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer prompts."""
-        read = partial(read_text, vocab_size=self._pending.tokenizer.vocab_size)
-        asked = await self._pending.in_text_thread(parsed, await request.read(), read)
-        return await self._answer(request, asked, self._pending.ask_text)
+        return await self._answer(request, read_text, self._pending.ask_text)
 
     async def _answer(
-        self,
-        request: web.Request,
-        asked: AnyRequest,
+        self, request: web.Request, read: Callable[..., AnyRequest],
         ask: Callable[[str | None, AnyRequest, Any], Awaitable[list[PendingCall]]],
-    ) -> web.StreamResponse:
+    ) -> web.StreamResponse:  # fmt: skip
+        in_text_thread, tokenizer = self._pending.in_text_thread, self._pending.tokenizer
+        read = partial(read, vocab_size=tokenizer.vocab_size)
+        asked = await in_text_thread(parsed, await request.read(), read)
         self._pending.check_model(asked.model)
-        options, in_text_thread = asked.options, self._pending.in_text_thread
-        wanted = options.logprobs, getattr(asked, "echo", False), options.prompt_logprobs is not None
-        decoders = (self._pending.tokenizer if each else None for each in wanted)
-        envelope = Envelope(isinstance(asked, ChatRequest), asked.model, *decoders, options.returns_ids)
+        options = asked.options
+        envelope = Envelope(isinstance(asked, ChatRequest), asked.model, tokenizer, options, asked.echo)
         stream = Stream(envelope, in_text_thread) if options.stream else None
         calls = await ask(request.match_info.get("session"), asked, stream and stream.add_tokens)
         usage = partial(usage_of, calls, options.n)

@@ -71,6 +71,8 @@ class _Node:
     """None while the call waits for its answer."""
     num_followers: int = 0
     """Calls that go on from its answer."""
+    thought: str | None = None
+    """Where it is no part of the answer's text."""
     texts: tuple[str, ...] = ()
     """Of a text prompt with its answer: as returned, and with the stop string that ended it."""
 
@@ -124,6 +126,9 @@ class Session:
                 history = self._with_stop.get(history.digest(), history)
             if found := self._histories.get(history.digest()):
                 answered, num_known = found, count
+
+        thought = messages[num_known - 1].get("reasoning_content") if answered else None
+        answered = [call for call in answered if self._nodes[call].thought == thought] or answered
 
         def encode(after: int | None) -> Sequence[int]:
             if after is None:
@@ -180,12 +185,9 @@ class Session:
         return lengths
 
     def _begin(
-        self,
-        numbers: Sequence[int],
-        answered: Sequence[int],
-        encode: Callable[[int | None], Sequence[int]],
-        prompt: str | blake2b | None,
-    ) -> list[PlannedCall]:
+        self, numbers: Sequence[int], answered: Sequence[int], encode: Callable[[int | None], Sequence[int]], prompt:
+        str | blake2b | None,
+    ) -> list[PlannedCall]:  # fmt: skip
         """Each goes on from one of ``answered``, calls with one history, if there are any; it is encoded once."""
 
         @cache
@@ -224,7 +226,7 @@ class Session:
         ``stop``: the caller's own strings. Some callers write one behind the answer, whether it ended there or not.
         """
         node = self._nodes[number]
-        node.completion = completion
+        node.completion, node.thought = completion, message.get("reasoning_content")
         if isinstance(node.prompt, str):
             whole = self._tokenizer.decode(completion.token_ids)
             node.texts = tuple(node.prompt + text for text in dict.fromkeys((message["content"], whole)))

@@ -31,7 +31,7 @@ class TokenRoutes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Show the tokens of a text, or of the prompt that a chat becomes as a first call."""
-        environment = self._pending.environment_of(request.match_info.get("session"))
+        environment = self._pending.session(request.match_info.get("session")).environment
         return await self._answer(request, read_tokenize, partial(self._tokens, environment))
 
     async def detokenize(self, request: web.Request) -> web.Response:

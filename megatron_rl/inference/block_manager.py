@@ -39,10 +39,8 @@ class Allocation:
 class BlockManager(Protocol):
     """What the scheduler asks."""
 
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Return how many blocks sequences hold, and how many there are; of rows none."""
-        return 0, 0
+    usage: tuple[int, int] = (0, 0)
+    """How many blocks sequences hold, and how many there are; of rows none."""
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
         """Return how many tokens at the beginning of a prompt need not be computed again."""

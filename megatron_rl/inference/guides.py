@@ -55,12 +55,9 @@ class Guide:
     """Of one sequence: the biases of its next token, a function of the tokens that it has drawn."""
 
     def __init__(
-        self,
-        constraints: Constraints,
-        vocab_size: int,
-        end_ids: Collection[int],
+        self, constraints: Constraints, vocab_size: int, end_ids: Collection[int],
         grammar: Callable[[str], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``end_ids`` end an answer; ``grammar`` gives the matcher of ``constraints.grammar``, where there is one."""
         self._constraints = constraints
         self._ends = sorted(end_ids)

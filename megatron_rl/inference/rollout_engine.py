@@ -71,15 +71,10 @@ class RolloutEngine(Engine):
     """The default `Engine`: continuous batching over a KV cache of rows or of blocks."""
 
     def __init__(
-        self,
-        policy: PolicyModel,
-        options: EngineOptions,
-        stop_token_ids: ListOf[int],
-        decode_text: Callable[[ListOf[int]], str],
-        groups: ParallelGroups | None = None,
-        messages: StageMessages | None = None,
-        grammars: Grammars | None = None,
-    ) -> None:
+        self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int],
+        decode_text: Callable[[ListOf[int]], str], groups: ParallelGroups | None = None,
+        messages: StageMessages | None = None, grammars: Grammars | None = None,
+    ) -> None:  # fmt: skip
         """``groups``: None is one rank. ``messages``: to the other pipeline stages, of which this is a lane.
 
         ``grammars`` are for requests with constraints.

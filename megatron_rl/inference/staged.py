@@ -37,14 +37,9 @@ class StagedEngine(Engine):
     """Advances one lane after the other."""
 
     def __init__(
-        self,
-        policy: PolicyModel,
-        options: EngineOptions,
-        stop_token_ids: ListOf[int],
-        decode_text: Callable[[ListOf[int]], str],
-        groups: ParallelGroups,
-        grammars: Grammars | None = None,
-    ) -> None:
+        self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int],
+        decode_text: Callable[[ListOf[int]], str], groups: ParallelGroups, grammars: Grammars | None = None,
+    ) -> None:  # fmt: skip
         sizes = shared_out(policy, possible_graphs(options, policy), groups.pipeline_group.size())
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
         self.lanes = [

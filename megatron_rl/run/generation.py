@@ -55,12 +55,9 @@ def evaluation_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory
 
 
 def build_engine(
-    config: RLConfig,
-    policy: PolicyModel,
-    tokenizer: Tokenizer,
-    groups: ParallelGroups,
+    config: RLConfig, policy: PolicyModel, tokenizer: Tokenizer, groups: ParallelGroups,
     cache_budget_gb: float | None = None,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """`--rl-inference-engine`: ours, or megatron-core's own as oracle.
 
     ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
@@ -73,18 +70,15 @@ def build_engine(
             rollout.inference_dynamic_batching_block_size, policy.attention.cache_name,
         )  # fmt: skip
     options = EngineOptions(
-        max_batch_size=rollout.inference_max_batch_size,
-        max_sequence_length=rollout.inference_max_seq_length,
+        max_batch_size=rollout.inference_max_batch_size, max_sequence_length=rollout.inference_max_seq_length,
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
-        prefill_token_budget=rollout.inference_dynamic_batching_max_tokens,
-        reuse_prefixes=rollout.rl_prefix_reuse,
+        prefill_token_budget=rollout.inference_dynamic_batching_max_tokens, reuse_prefixes=rollout.rl_prefix_reuse,
         kv_overcommit=rollout.rl_kv_overcommit,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
-        block_size=rollout.inference_dynamic_batching_block_size,
-        kv_cache_dtype=requirements_of(config).cache_dtype,
+        block_size=rollout.inference_dynamic_batching_block_size, kv_cache_dtype=requirements_of(config).cache_dtype,
         records_routing=rollout.rl_router_replay,
-    )
+    )  # fmt: skip
     by_id, _ = stop_strings(config, tokenizer)
     ends = [*tokenizer.end_token_ids, *by_id]
     if rollout.rl_inference_engine == "mcore":
@@ -115,15 +109,10 @@ def why_unscored(config: RLConfig) -> str:
 def build_rollouter(run: Run, engine: Engine) -> Rollouter:
     """Drives the engine and has its samples graded; closed when the run ends."""
     rollouter = Rollouter(
-        engine,
-        run.tokenizer,
-        run.groups,
-        run.environments.client.grade,
-        run.stop,
+        engine, run.tokenizer, run.groups, run.environments.client.grade, run.stop,
         run.config.training.exit_grace_seconds,
-        run.environments.conversations(run.config.rollout.inference_max_seq_length),
-        serve_harnesses(run),
-    )
+        run.environments.conversations(run.config.rollout.inference_max_seq_length), serve_harnesses(run),
+    )  # fmt: skip
     run.closing.callback(rollouter.close)
     return rollouter
 
@@ -143,13 +132,11 @@ def serve_harnesses(run: Run) -> HarnessSettings | None:
     if run.groups.leads_model:
         rollout, port = config.rollout, config.environment.rl_endpoint_port
         endpoint = Endpoint(
-            run.tokenizer,
-            max_sequence_length=rollout.inference_max_seq_length,
+            run.tokenizer, max_sequence_length=rollout.inference_max_seq_length,
             max_new_tokens=max(rollout.rl_max_new_tokens, rollout.rl_eval_max_new_tokens),
-            port=port and port + run.groups.rollout_rank,
-            fixed=why_fixed(config),
-            unscored=why_unscored(config),
-        )
+            port=port and port + run.groups.rollout_rank, fixed=why_fixed(config), unscored=why_unscored(config),
+            reasoning=config.tokenizer.rl_reasoning_parser,
+        )  # fmt: skip
         endpoint.start()
         run.closing.callback(endpoint.close)
         logger.info("harnesses (%s) call the model at %s", ", ".join(sorted(environments)), endpoint.base_url())

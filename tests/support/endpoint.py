@@ -49,7 +49,7 @@ def completion(tokenizer: Tokenizer, text: str, reason: str = "stop") -> Complet
 
 @contextlib.contextmanager
 def scripted(
-    tokenizer: Tokenizer, answer: Callable[[Call], Completion], token_by_token: bool = True
+    tokenizer: Tokenizer, answer: Callable[[Call], Completion], token_by_token: bool = True, reasoning: str = "none"
 ) -> Iterator[Endpoint]:
     """An endpoint whose calls are answered by ``answer``, in a thread; streams get each token on its own."""
     ends = threading.Event()
@@ -63,7 +63,7 @@ def scripted(
                     endpoint.progress(call.number, said.token_ids[:count])
                 endpoint.deliver(call.number, said)
 
-    with listening(tokenizer) as endpoint:
+    with listening(tokenizer, reasoning) as endpoint:
         thread = threading.Thread(target=work)
         thread.start()
         try:
@@ -74,9 +74,9 @@ def scripted(
 
 
 @contextlib.contextmanager
-def listening(tokenizer: Tokenizer) -> Iterator[Endpoint]:
+def listening(tokenizer: Tokenizer, reasoning: str = "none") -> Iterator[Endpoint]:
     """An endpoint whose calls wait."""
-    endpoint = Endpoint(tokenizer, max_sequence_length=200, max_new_tokens=100)
+    endpoint = Endpoint(tokenizer, max_sequence_length=200, max_new_tokens=100, reasoning=reasoning)
     endpoint.start()
     try:
         yield endpoint

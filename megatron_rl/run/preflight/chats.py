@@ -16,7 +16,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.errors import ConfigError, Problem, one_line, shorten
 from megatron_rl.json_text import loads
-from megatron_rl.registry import PARSERS
+from megatron_rl.registry import PARSERS, REASONING, Registry
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Message
 
@@ -51,13 +51,20 @@ def chat_format(config: RLConfig) -> ChatFormat:
             problems.append(Problem("--chat-template-kwargs", f"--chat-template-kwargs {refusal}"))
     if asked.rl_tool_call_parser != "auto":
         parser = asked.rl_tool_call_parser
-        try:
-            PARSERS.get(parser)
-        except ConfigError as error:
-            problems += [Problem("--rl-tool-call-parser", f"--rl-tool-call-parser: {line}") for line in error.lines]
+        problems += _unknown("--rl-tool-call-parser", PARSERS, parser)
+    if asked.rl_reasoning_parser != "none":
+        problems += _unknown("--rl-reasoning-parser", REASONING, asked.rl_reasoning_parser)
     if problems:
         raise ConfigError(problems)
     return ChatFormat(template, kwargs, asked.system_prompt, asked.chat_template, tool_call_parser=parser)
+
+
+def _unknown(flag: str, parsers: Registry, name: str) -> list[Problem]:
+    try:
+        parsers.get(name)
+    except ConfigError as error:
+        return [Problem(flag, f"{flag}: {line}") for line in error.lines]
+    return []
 
 
 def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokenizer) -> Iterator[Problem]:
@@ -102,6 +109,9 @@ def _without_effect(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[Pro
     if config.tokenizer.rl_tool_call_parser != "auto" and not calling:
         text = "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
         yield Problem("--rl-tool-call-parser", text)
+    if config.tokenizer.rl_reasoning_parser != "none" and not any(item.is_harness for item in found):
+        text = "--rl-reasoning-parser has no effect: no harness calls the endpoint; leave it out"
+        yield Problem("--rl-reasoning-parser", text)
     for item in (item for item in found if item not in may_chat):
         if replace(item.chat, tools=()) != ChatFormat():
             what = "the chat template or system prompt of its entry has no effect: its prompts are plain text"

@@ -22,7 +22,7 @@ from megatron_rl.environments.loader import reason_of
 from megatron_rl.environments.tool_calls.parser import Parser, Unreadable
 from megatron_rl.errors import ConfigError, Problem, collecting, shorten
 from megatron_rl.quantization.recipe import Recipe
-from megatron_rl.registry import ADVANTAGES, LOSSES, PARSERS, RECIPES, Registry
+from megatron_rl.registry import ADVANTAGES, LOSSES, PARSERS, REASONING, RECIPES, Registry
 
 ROWS, COLUMNS = 128, 256
 """Of a weight: whole tiles."""
@@ -181,6 +181,12 @@ def _parser(config: RLConfig, device: torch.device) -> None:
         raise _Wrong(did, "`read` must yield the calls that `write` wrote")
 
 
+def _reasoning(config: RLConfig, device: torch.device) -> None:
+    parser = REASONING.get(config.tokenizer.rl_reasoning_parser)
+    if (read := parser.split(f"{parser.begin}a{parser.end}b", is_begun=False, is_whole=True)) != ("a", "b"):
+        raise _Wrong(f"reads {shorten(read)}", "`split` must find the thought 'a' and the answer 'b' between its marks")
+
+
 def _values(returned: Any, batch: TokenBatch, what: str) -> Tensor:
     """The first of the pair ``returned``, one number a token, where all of it is as it should be."""
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -224,6 +230,7 @@ _CALLS: dict[str, tuple[Callable[[RLConfig, torch.device], None], str]] = {
     "rl_correction": (_correction, _PAIR.format("weight", "weights")),
     "rl_group_filter": (_filter, "return True where the group counts, else False; there may be no rewards"),
     "rl_rollout_quantization": (_recipe, "name an instance of a subclass of megatron_rl.quantization.recipe.Recipe"),
+    "rl_reasoning_parser": (_reasoning, "name an instance of megatron_rl.endpoint.reasoning.Reasoning"),
     "rl_tool_call_parser": (
         _parser, "name an instance of a subclass of megatron_rl.environments.tool_calls.parser.Parser"
     ),

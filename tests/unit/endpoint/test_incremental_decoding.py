@@ -106,9 +106,9 @@ def test_the_cost_of_a_look_is_that_of_what_is_new(tmp_path: Path, monkeypatch: 
     tokenizer, decoded = byte_tokenizer(tmp_path), []
     decode: Callable[..., str] = tokenizer.decode
 
-    def counting(token_ids: Sequence[int], calls_of: str = "") -> str:
+    def counting(token_ids: Sequence[int], calls_of: str = "", marks: Sequence[str] = ()) -> str:
         decoded.append(len(token_ids))
-        return decode(token_ids, calls_of)
+        return decode(token_ids, calls_of, marks)
 
     monkeypatch.setattr(tokenizer, "decode", counting)
     ids = tokenizer.encode(text * 1000)

@@ -148,8 +148,8 @@ def test_chats_that_are_refused(fields, param, why):
     [
         ({"prompt": None}, "prompt", "is missing"),
         ({"prompt": 3}, "prompt", "is 3"),
-        ({"prompt": [1, 100]}, "prompt", "token id 100"),
-        ({"prompt": [1, -1]}, "prompt", "token id -1"),
+        ({"prompt": [1, 100]}, "prompt", "has 100; give token ids"),
+        ({"prompt": [1, -1]}, "prompt", "has -1; give token ids from 0"),
         ({"prompt": ["a", 3]}, "prompt[1]", "is 3"),
         ({"prompt": ["a", [True]]}, "prompt[1]", "is [True]"),
         ({"prompt": ["a"] * 257}, "n", "is 1 for each of 257 prompts"),

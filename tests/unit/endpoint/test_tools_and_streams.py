@@ -26,7 +26,7 @@ def test_a_stream_holds_back_what_may_be_cut(tokenizer):
 def test_what_of_a_stream_is_certain(tokenizer):
     reader, ids = AnswerReader(tokenizer, ("END", "ND!")), tokenizer.encode("aé E EN ENDx")
     decoder = reader.decoder()
-    shown = [reader.final_part(decoder.decode(ids[:count])) for count in range(1, len(ids) + 1)]
+    shown = [reader.final_parts(decoder.decode(ids[:count]))[1] for count in range(1, len(ids) + 1)]
     assert shown == ["a", "a", "aé", "aé ", "aé ", "aé E ", "aé E ", "aé E ", "aé E EN ", *["aé E EN "] * 4]
 
 
@@ -90,7 +90,7 @@ def test_calls_of_tools(hermes):
 
 def test_a_thought_is_shown_as_it_comes(hermes):
     reader = AnswerReader(hermes, (), "hermes", (ADD,))
-    assert reader.final_part(reader.decoder().decode(hermes.encode("<think>is a < {b}"))) == "<think>is a < {b}"
+    assert reader.final_parts(reader.decoder().decode(hermes.encode("<think>is a < {b}")))[1] == "<think>is a < {b}"
 
 
 @pytest.mark.parametrize(

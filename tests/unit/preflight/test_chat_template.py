@@ -102,6 +102,7 @@ def test_a_template_that_leaves_out_the_system_prompt(tokenizer: Path) -> None:
         ({"chat_template_kwargs": "[1]"}, 'is [1]; give a JSON object, such as {"enable_thinking": false}'),
         ({"chat_template_kwargs": '{"tokenize": true}'}, "has 'tokenize', which is not for the template to know"),
         ({"chat_template_kwargs": '{"a": NaN}'}, "is not JSON (NaN is not JSON)"),
+        ({"rl_reasoning_parser": "thin"}, "there is no reasoning parser 'thin': did you mean think"),
         ({"rl_tool_call_parser": "herms"}, "there is no parser of tool calls 'herms': did you mean hermes?"),
         ({"rl_tool_call_parser": "none.py:P"}, "parser of tool calls 'none.py:P' cannot be imported"),
     ],
@@ -176,5 +177,7 @@ def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
     [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat())], rl_tool_call_parser="llama")
     assert line == "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
     harness = replace(_found("agent", False, ChatFormat()), is_harness=True)
-    assert _chat_lines(tokenizer, [harness], rl_tool_call_parser="llama") == []
+    assert _chat_lines(tokenizer, [harness], rl_tool_call_parser="llama", rl_reasoning_parser="think") == []
+    [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat())], rl_reasoning_parser="think")
+    assert line == "--rl-reasoning-parser has no effect: no harness calls the endpoint; leave it out"
     assert _chat_lines(tokenizer, [_found("sums", False, ChatFormat(tools=tools))]) == []

@@ -11,7 +11,7 @@ from megatron_rl.algorithms.extension import loss_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.main import main
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, PARSERS, RECIPES, Registry
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, PARSERS, REASONING, RECIPES, Registry
 from megatron_rl.run.preflight import extension_problems
 from megatron_rl.run.preflight.trial import call_once
 
@@ -114,6 +114,8 @@ def test_a_loss_that_returns_something_else_is_refused(here: Path, source: str) 
             "class Bad(type(INT8)):\n    def matmul(self, x, q): return x\nX = Bad()",
             "a tensor of shape [4, 256] and torch.float32 from matmul; return finite numbers of shape [4, 128]",
         ),
+        ("rl_reasoning_parser", "from megatron_rl.endpoint.reasoning.think import PARSER as X", ""),
+        ("rl_reasoning_parser", "X = 5", "name an instance of megatron_rl.endpoint.reasoning.Reasoning"),
         ("rl_tool_call_parser", "X = HERMES", ""),
         ("rl_tool_call_parser", "X = type(HERMES)", "name an instance of a subclass of"),
         (
@@ -154,6 +156,7 @@ def test_constants_are_those_that_the_run_reads(here: Path, field: str, source: 
     [
         ("rl_advantage", ADVANTAGES), ("rl_policy_loss", LOSSES), ("rl_correction", CORRECTIONS),
         ("rl_group_filter", FILTERS), ("rl_rollout_quantization", RECIPES), ("rl_tool_call_parser", PARSERS),
+        ("rl_reasoning_parser", REASONING),
     ],
 )  # fmt: skip
 def test_all_of_the_library_pass(field: str, registry: Registry) -> None:
@@ -172,6 +175,7 @@ WILD = {
     ),
     "rl_rollout_quantization": ("X = 5", "is 5; name an instance"),
     "rl_tool_call_parser": ("def X(", "SyntaxError"),
+    "rl_reasoning_parser": ("raise ValueError('no')", "ValueError: no"),
 }
 
 
