@@ -64,9 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"cache_budget_gb": 10 * (3 * 128 + 2 * 2) * 64 / 2**30},
     },
 }  # fmt: skip
-TAPED = [
-    "plain", "biases, filtered, tempered", "pages", "prefixes", "interrupted", "int8", "windows", "experts, recorded",
-]  # fmt: skip
+TAPED = ["plain", "pages", "interrupted", "int8", "windows", "experts, recorded"]
 CASES |= {f"{name}, taped": CASES[name] | {"tapes": True} for name in TAPED}
 """On stages, a tape in the place of each graph; on one rank as without."""
 CASES["plain, taped, refused on the first"] = CASES["plain, taped"] | {"refused": 0}
@@ -75,16 +73,16 @@ TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "one": (1, {}, list(CASES)),
-    "TP2": (2, TENSOR, ["plain", "tied", "pages, taped", "int8, taped", "windows", "windows, int8"]),
+    "TP2": (2, TENSOR, ["plain", "tied", "int8, taped"]),
     "PP2": (2, STAGES, list(CASES)),
     "PP2 x VPP2": (
         2, VIRTUAL,
         [
-            "plain", "tied", "pages", "prefixes", "cancelled", "interrupted", "int8", "experts, recorded",
-            "plain, taped", "int8, taped", "experts, recorded, taped",
+            "plain", "tied", "prefixes", "cancelled", "interrupted", "experts, recorded", "plain, taped", "int8, taped",
+            "experts, recorded, taped",
         ],
     ),
-    "TP2 x PP2": (4, STAGES | TENSOR, ["plain", "tied", "pages, taped", "int8, taped"]),
+    "TP2 x PP2": (4, STAGES | TENSOR, ["plain", "tied", "int8, taped"]),
     # Context-parallel ranks are replicas, and each completes all.
     "CP2": (2, CONTEXT, ["plain", "int8"]),
     "CP2 x TP2, sequence-parallel": (4, CONTEXT | TENSOR | {"sequence_parallel": True}, ["plain"]),

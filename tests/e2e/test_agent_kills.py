@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.checkpoints import differences
 from tests.support.kills import KILLED, Kill, Story, tell
 from tests.support.runs import rows_of
@@ -26,6 +28,7 @@ KILLS = [Kill(0, "call_answered", 9), Kill(1, "sample_ended", 3), Kill(0, "journ
 for the last kill: of the three groups none to two are of the evaluation before the first step, which has no journal."""
 
 
+@pytest.mark.long
 def test_nothing_tells_it_from_the_run_that_was_never_killed(workshop: Any) -> None:
     """Weights, optimizer, counters, random states, metrics and every recorded sequence."""
     environments = workshop.environments("agents", [BRANCHING, judged_by_the_policy(workshop.folder)])
