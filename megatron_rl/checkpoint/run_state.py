@@ -40,6 +40,9 @@ _COUNTED_WITH = {
         "moe_shared_expert_gate",
     },
 }
+_OF_LATENTS = {
+    "rope_type", *YARN, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+}  # fmt: skip
 _FOREIGN = "Megatron-LM's"
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 
@@ -207,7 +210,7 @@ def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 def _foreign_state(directory: Path) -> RunState:
     args = read_args(directory)
     # Its YaRN has flags of other names; these are of latent attention, which `unbuilt` names.
-    known = {name: args[name] for name in _ARCHITECTURE if name in args and name not in ("rope_type", *YARN)}
+    known = {name: args[name] for name in _ARCHITECTURE if name in args and name not in _OF_LATENTS}
     # A window is a pair in Megatron-LM's words, which `unbuilt` names; None is as here.
     architecture = {name: value for name, value in known.items() if ONLY_BUILT.get(name, value) == value}
     for switch, names in _COUNTED_WITH.items():

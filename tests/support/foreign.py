@@ -45,7 +45,8 @@ def args_of(config: RLConfig, **changes: Any) -> argparse.Namespace:
     given = {**architecture_of(config.architecture()), "group_query_attention": True, "padded_vocab_size": VOCABULARY,
              "attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "moe_router_topk": 2,
              "model_type": ModelType.encoder_or_decoder, "moe_router_score_function": "softmax", "window_size": None,
-             "moe_layer_freq": 1, "save": Path("somewhere")}  # fmt: skip
+             "moe_layer_freq": 1, "kv_lora_rank": 32, "qk_head_dim": 128, "v_head_dim": 128,
+             "save": Path("somewhere")}  # fmt: skip
     return argparse.Namespace(**given | changes)
 
 
