@@ -1,9 +1,10 @@
-"""What the command does, for Python: `megatron_rl.train`, `evaluate` and `generate`.
+"""What the command does, for Python: `megatron_rl.train`, `steps`, `evaluate` and `generate`.
 
     import megatron_rl
 
     summary = megatron_rl.train({"load_hf": "Qwen/Qwen2.5-0.5B-Instruct", "perform_rl_step": True, ...}, nproc=8)
     texts = megatron_rl.generate(summary.run_dir, ["What is 2 + 3?"], temperature=0.7)
+    for number, metrics in megatron_rl.steps(config="run.yaml", lr=1e-6): ...
 
 Flags are those of the command, as its words or as a mapping; names may have underscores. Call from the main thread: as
 in the command, Ctrl-C saves and stops.
@@ -12,12 +13,17 @@ in the command, Ctrl-C saves and stops.
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_rl.callbacks import Callback, RunControl
 from megatron_rl.cli.model import model_config
 from megatron_rl.cli.options import Ranks
 from megatron_rl.config.arguments import read_config
@@ -26,8 +32,10 @@ from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.main import NO_UPDATE, every_problem, main
 from megatron_rl.metrics.jsonl import read_json_object
 from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.signals import StopRequest
 
 Flags = Sequence[str] | Mapping[str, Any]
+_ONE_PROCESS = "callbacks and steps() are for one process; with several name classes: --callbacks file.py:Class"
 
 
 @dataclass(frozen=True)
@@ -45,29 +53,50 @@ class Summary:
     """All of ``summary.json``."""
 
 
-def train(flags: Flags, nproc: int = 1) -> Summary:
-    """Train on ``nproc`` ranks of this machine; with 1, in this process.
+class Step(NamedTuple):
+    """A finished step of `steps`; what is added to ``metrics``, or changed, is logged."""
+
+    number: int
+    metrics: dict[str, float]
+
+
+def train(flags: Flags, nproc: int = 1, callbacks: Sequence[Callback] = ()) -> Summary:
+    """Train on ``nproc`` ranks of this machine; with 1, in this process, where it calls ``callbacks``.
 
     Raises:
         ConfigError: every problem of the flags, before anything is started.
         MegatronRLError: the run failed; says why, and where its record is.
     """
+    if callbacks and nproc > 1:
+        raise ConfigError([_ONE_PROCESS])
     words = _words(flags)
-    config, problems = read_config(words, nproc)
-    if found := every_problem(config, problems, nproc):
-        raise ConfigError(found)
-    directory = RunDirectory(Path(config.logging.run_dir))
-    with _handlers_kept():
-        code = _run(words, nproc)
-    if code not in (0, NO_UPDATE):
-        why = directory.read_facts().get("error", f"exit code {code}")
-        raise MegatronRLError(f"the run in {directory.path} failed: {why}")
+    directory = _checked(words, nproc)
+    if nproc == 1:
+        for _ in _stepped(words, directory, callbacks):
+            pass
+    else:
+        from megatron_rl.cli.launch import launch
+
+        command = ["megatron-rl", "train", "--nproc", str(nproc), *words]
+        _check_code(launch(Ranks(nproc=nproc), "megatron_rl.cli.train:rank", words, command), directory)
     values = read_json_object(directory.summary)
     if not values:
         raise MegatronRLError(f"the run in {directory.path} was stopped before it began")
     return Summary(
         directory.path, values["status"], values["steps"], values["updates"], values.get("eval", {}), values
     )
+
+
+def steps(flags: Flags = (), *, callbacks: Sequence[Callback] = (), **more: Any) -> Iterator[Step]:
+    """Train in this process and yield after each step; the run waits while the loop's body runs.
+
+    Leaving the loop, also by an error, ends the run: the step is logged and saved. So does Ctrl-C. Flags of ``more``
+    come after ``flags``. Raises as `train`, a failed run out of the loop.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError([_ONE_PROCESS])
+    words = [*_words(flags), *_words(more)]
+    return _stepped(words, _checked(words, nproc=1), callbacks)
 
 
 def evaluate(flags: Flags, nproc: int = 1) -> Summary:
@@ -98,13 +127,57 @@ def generate(
         return [answer.text for answer in generator.answers(texts)]
 
 
-def _run(words: Sequence[str], nproc: int) -> int:
-    if nproc == 1:
-        return main(["megatron_rl.train", *words], is_checked=True)
-    from megatron_rl.cli.launch import launch
+def _checked(words: Sequence[str], nproc: int) -> RunDirectory:
+    """Return where the run of ``words`` writes; ``ConfigError`` has everything that is wrong with them."""
+    config, problems = read_config(words, nproc)
+    if found := every_problem(config, problems, nproc):
+        raise ConfigError(found)
+    return RunDirectory(Path(config.logging.run_dir))
 
-    command = ["megatron-rl", "train", "--nproc", str(nproc), *words]
-    return launch(Ranks(nproc=nproc), "megatron_rl.cli.train:rank", words, command)
+
+def _check_code(code: int, directory: RunDirectory) -> None:
+    if code not in (0, NO_UPDATE):
+        why = directory.read_facts().get("error", f"exit code {code}")
+        raise MegatronRLError(f"the run in {directory.path} failed: {why}")
+
+
+class _Turns(Callback):
+    """Gives each step to another thread, and waits for that thread before the next one."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop, self.goes_on = stop, threading.Semaphore(0)
+        self.finished: queue.SimpleQueue[Step | None] = queue.SimpleQueue()  # None when the run has ended
+
+    def on_step(self, run: RunControl, step: int, metrics: dict[str, float]) -> None:
+        self.finished.put(Step(step, metrics))
+        while not self.goes_on.acquire(timeout=1.0):
+            if self._stop.requested or not threading.main_thread().is_alive():  # asking tells the watchdog: no hang
+                return run.stop("the process ends")
+
+
+def _stepped(words: Sequence[str], directory: RunDirectory, callbacks: Sequence[Callback]) -> Iterator[Step]:
+    """See `steps`. A thread of its own keeps the run's event loop apart from that of a notebook."""
+    stop, code = StopRequest(), Future()
+    turns = _Turns(stop)
+
+    def run() -> None:
+        try:
+            code.set_result(main(["megatron_rl.steps", *words], None, None, True, [*callbacks, turns], stop))
+        except BaseException as error:  # noqa: BLE001  (raised again where the steps are waited for)
+            code.set_exception(error)
+        finally:
+            turns.finished.put(None)
+
+    with _caught(stop):
+        threading.Thread(target=run, name="megatron-rl").start()
+        try:
+            for step in iter(turns.finished.get, None):
+                yield step
+                turns.goes_on.release()
+        finally:
+            stop.ask("the loop over its steps was left")
+            turns.goes_on.release()
+            _check_code(code.result(), directory)
 
 
 def _words(flags: Flags) -> list[str]:
@@ -126,10 +199,14 @@ def _words(flags: Flags) -> list[str]:
 
 
 @contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """A run installs its own, see `megatron_rl.signals`."""
+def _caught(stop: StopRequest) -> Iterator[None]:
+    """Take signals as requests to stop, if this thread may, and give them back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     earlier = [(number, signal.getsignal(number)) for number in numbers]
+    stop.catch()
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.callbacks import Callback
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig, typed_settings
 from megatron_rl.config.rules import notes, teacher_layout_problems
@@ -60,12 +61,16 @@ def main(
     command: Sequence[str] | None = None,
     check_world_size: int | None = None,
     is_checked: bool = False,
+    callbacks: Sequence[Callback] = (),
+    stop: StopRequest | None = None,
 ) -> int:
     """Returns the exit code.
 
     ``command``: the words that start this again, where they are not what Python and the launcher know;
     ``check_world_size``: ranks that --check and --estimate look at, if not those of this launch;
-    ``is_checked``: a moment ago `every_problem` found none on this machine.
+    ``is_checked``: a moment ago `every_problem` found none on this machine;
+    ``callbacks``: of a job of one process, besides those of `--callbacks`;
+    ``stop``: what the caller asks to stop with, who also catches signals.
 
     0: finished or stopped on request; 1: failed; 2: wrong configuration; 3: finished without a single update;
     130: interrupted twice. torchrun ends with 1 whatever a rank's own code is, and names that in its report.
@@ -79,10 +84,10 @@ def main(
         world_size = config.training.check_world_size or check_world_size or world_size
         config, problems = read_config(argv[1:], world_size)
         return _print_answer(config, problems, world_size) if rank == 0 else 0
-    stop = StopRequest().install()  # before torch is imported, which takes seconds
+    stop = stop or StopRequest().install()  # before torch is imported, which takes seconds
     code = RUN_ERROR
     try:
-        code = _run(config, problems, command or typed_command(argv), stop, is_checked)
+        code = _run(config, problems, command or typed_command(argv), stop, is_checked, callbacks)
     except ConfigError as error:
         code = refuse(error.problems, rank)
     except MegatronRLError as error:
@@ -157,8 +162,9 @@ def refuse(problems: Sequence[Problem], rank: int = 0, alone: bool = False) -> i
 
 
 def _run(
-    config: RLConfig, problems: Sequence[Problem], command: Sequence[str], stop: StopRequest, is_checked: bool
-) -> int:
+    config: RLConfig, problems: Sequence[Problem], command: Sequence[str], stop: StopRequest, is_checked: bool,
+    callbacks: Sequence[Callback],
+) -> int:  # fmt: skip
     rank = int(os.environ.get("RANK", "0"))
     if found := problems or backend_problems(config):  # the process groups cannot even be built
         if rank != 0:
@@ -191,7 +197,7 @@ def _run(
                 refuse(found)
             if broadcast_json(bool(found), source=0):
                 return CONFIGURATION_ERROR
-            return _build_and_execute(config, platform, groups, command, stop)
+            return _build_and_execute(config, platform, groups, command, stop, callbacks)
     finally:
         shut_down()
 
@@ -207,8 +213,9 @@ def _wait_for_rank_0(stop: StopRequest) -> None:
 
 
 def _build_and_execute(
-    config: RLConfig, platform: Platform, groups: ParallelGroups, command: Sequence[str], stop: StopRequest
-) -> int:
+    config: RLConfig, platform: Platform, groups: ParallelGroups, command: Sequence[str], stop: StopRequest,
+    callbacks: Sequence[Callback],
+) -> int:  # fmt: skip
     from megatron_rl import evaluation, loop, supervised
     from megatron_rl.run.base import open_run
 
@@ -220,7 +227,7 @@ def _build_and_execute(
     _log_settings(config)
     tokenizer = open_tokenizer(config)
     try:
-        with open_run(config, platform, groups, tokenizer, stop, command) as base:
+        with open_run(config, platform, groups, tokenizer, stop, command, callbacks) as base:
             run = program.build(base)
             stop.started()
             with _watchdog(config, groups, stop).watching():

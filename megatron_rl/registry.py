@@ -188,3 +188,4 @@ FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.know
 GRADERS: Registry[Grader] = Registry("grader", "megatron_rl.environments.grading", "judge")
 REASONING: Registry[Reasoning] = Registry("reasoning parser", "megatron_rl.endpoint.reasoning", "PARSER")
 PARSERS: Registry[Parser] = Registry("parser of tool calls", "megatron_rl.environments.tool_calls.parsers", "PARSER")
+CALLBACKS: Registry[type] = Registry("callback", "megatron_rl", "")  # only users have some

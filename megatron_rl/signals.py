@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Set by a signal, read between units of work. One per process, installed by `install`."""
+    """Set by a signal or by `ask`, read between units of work. One per process."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -42,7 +42,7 @@ class StopRequest:
         return time.monotonic() - self._first if self.reason else 0.0
 
     def install(self) -> StopRequest:
-        """Catch SIGINT, SIGTERM and, unless ``nohup`` ignores it, SIGHUP from now on.
+        """`catch` signals from now on.
 
         Until `started` is called a signal ends the process, with status 0, as there is nothing to save. A thread does
         so: the main thread may be inside a rendezvous or a collective, where Python's handlers do not run.
@@ -52,11 +52,21 @@ class StopRequest:
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self.started)  # a signal to a forked child is none to this process
         threading.Thread(target=_end_at_signal, args=(reader,), daemon=True).start()
+        self.catch()
+        return self
+
+    def catch(self) -> None:
+        """Take SIGINT, SIGTERM and, unless ``nohup`` ignores it, SIGHUP as requests from now on."""
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._handle)
-        return self
+
+    def ask(self, reason: str) -> None:
+        """Ask for a stop without a signal; the first reason holds."""
+        if not self.reason:
+            self._first = time.monotonic()
+            self.reason = reason
 
     def started(self) -> None:
         """Let a signal only ask from now on; the loop decides when to stop. Safe to call again."""
@@ -70,9 +80,7 @@ class StopRequest:
         pressed_again = number == signal.SIGINT and time.monotonic() - self._first > _SECOND_PRESS_AFTER_S
         if self.reason and pressed_again:
             raise KeyboardInterrupt
-        if not self.reason:
-            self._first = time.monotonic()
-            self.reason = signal.Signals(number).name
+        self.ask(signal.Signals(number).name)
 
 
 def by_torchrun() -> bool:

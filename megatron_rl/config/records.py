@@ -98,6 +98,8 @@ class LoggingConfig:
     """Above 0, timings synchronize with the device: exact, but slower."""
     rl_log_rollouts: int = flag(4, ge=0)
     """Groups per step, and tasks of each environment per evaluation, that are written to rollouts/*.jsonl."""
+    callbacks: tuple[str, ...] = flag(())
+    """Subclasses of megatron_rl.Callback that rank 0 calls after each step, e.g. mine.py:Target my_package:Stop."""
 
 
 def names_several(path: str | None) -> bool:

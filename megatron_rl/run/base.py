@@ -7,12 +7,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.callbacks import Callback
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.wire import ServedEnvironment
@@ -28,6 +30,7 @@ from megatron_rl.quantization.audit import LayerAudit, table_rows
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.statistics import failures_of, no_results
+from megatron_rl.run.callbacks import CallbackReporter
 from megatron_rl.run.environments import EnvironmentAccess, open_environments
 from megatron_rl.run.memory.phases import Phases
 from megatron_rl.run.progress import Progress
@@ -135,10 +138,14 @@ def open_run(
     tokenizer: Tokenizer,
     stop: StopRequest,
     command: Sequence[str],
+    callbacks: Sequence[Callback] = (),
 ) -> Iterator[Run]:
     """Environments, then a model of random weights; leaves no process behind. Collective over the job."""
     directory = RunDirectory(Path(config.logging.run_dir))
     timer = PhaseTimer(sync=platform.synchronize if config.logging.timing_log_level > 0 else None)
+    has_callbacks = bool(config.logging.callbacks or callbacks)
+    reporter_of = partial(CallbackReporter, stop=stop, callbacks=callbacks) if has_callbacks else Reporter
+    reporter = reporter_of(config, groups, directory, timer, platform, command)
     with contextlib.ExitStack() as closing:
         environments = closing.enter_context(open_environments(config, groups, directory))
         tokenizer = tokenizer.formatting(by_environment={each.name: each.chat for each in environments.served})
@@ -147,7 +154,6 @@ def open_run(
         quantization = build_quantization(config, policy, groups, directory, timer)
         checkpoints = CheckpointManager(Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups)
         closing.callback(checkpoints.abandon)
-        reporter = Reporter(config, groups, directory, timer, platform, command)
         closing.callback(reporter.close)
         yield Run(
             config=config,

@@ -74,6 +74,7 @@ class Reporter:
         self._command = command
         self._samples: list[TextSample] = []
         self._live: LiveReport | None = None
+        self._logged_groups = config.logging.rl_log_rollouts
         self._dispensable = Dispensable("without its records of answers, while they do not fit")
         self.log = MetricLog()
 
@@ -95,6 +96,9 @@ class Reporter:
 
     def step(self, step: int, metrics: dict[str, float], policy: PolicyModel) -> None:
         """Add timings and what the user asked for, and write the row; collective."""
+        self._write_row(step, self._row(metrics, policy))
+
+    def _row(self, metrics: dict[str, float], policy: PolicyModel) -> dict[str, float]:
         row = dict(metrics)
         row |= self._timer.collect() | self._platform.memory_metrics()
         row |= self._throughput(row, policy)
@@ -103,8 +107,11 @@ class Reporter:
             row |= self._straggler(row)
         if logging_config.log_params_norm:
             row["actor/params_norm"] = parameter_norm(policy, self._groups)
+        return row
+
+    def _write_row(self, step: int, row: dict[str, float]) -> None:
         evaluated = any(name.startswith("val/") for name in row)
-        due = step % logging_config.log_interval == 0 or step == self._config.total_steps
+        due = step % self._config.logging.log_interval == 0 or step == self._config.total_steps
         if not self._groups.is_main:
             return
         if due or evaluated:
@@ -134,7 +141,7 @@ class Reporter:
             own = [vars(sample) for sample in samples_of(groups, numbers, decode_raw)]
             everywhere = collect_json(own, replicas) or []
             self._samples = worst_and_best([TextSample(**sample) for part in everywhere for sample in part])
-        wanted = config.rl_log_rollouts
+        wanted = self._logged_groups
         if not wanted:
             return
         trained = [
@@ -147,8 +154,10 @@ class Reporter:
         use = {(sample, sequence): use for part in everywhere for sample, sequence, *use in part}
         parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_raw), replicas)
         if parts is not None:
-            rows = sorted((row for part in parts for row in part), key=lambda row: row["group"])
-            self._write(self._directory.rollouts_path(step), rows)
+            self._write_rollouts(step, sorted((row for part in parts for row in part), key=lambda row: row["group"]))
+
+    def _write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._write(self._directory.rollouts_path(step), rows)
 
     def evaluation_records(
         self, step: int, groups: Sequence[RolloutGroup], decode_raw: Callable[[Sequence[int]], str]

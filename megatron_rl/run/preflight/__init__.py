@@ -6,11 +6,13 @@ mentions. No process group is needed: `--check` calls this, and rank 0 of every 
 
 from __future__ import annotations
 
+from megatron_rl.callbacks import Callback
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.flags import flags_of
 from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.environments.child import run_in_children
-from megatron_rl.errors import Problem, collecting
+from megatron_rl.errors import ConfigError, Problem, collecting, shorten
+from megatron_rl.registry import CALLBACKS
 from megatron_rl.run.preflight import inputs, machine, models, starts
 
 _OF_RL = frozenset(flag.name for flag in flags_of(AlgorithmConfig))
@@ -19,6 +21,8 @@ _OF_RL = frozenset(flag.name for flag in flags_of(AlgorithmConfig))
 def preflight(config: RLConfig, is_run: bool = True) -> list[Problem]:
     """Every problem there is; of a model that is only asked, no ``is_run``, without environments and directories."""
     config, wrong = extension_problems(config)
+    with collecting(wrong, "--callbacks"):
+        callback_classes(config)
     tokenizer, problems = inputs.tokenizer_problems(config)
     return [
         *(machine.output_problems(config) if is_run else ()),
@@ -60,3 +64,13 @@ def extension_problems(config: RLConfig) -> tuple[RLConfig, list[Problem]]:
     problems += [Problem(None, line) for line in answer.problems]
     broken = [name for name in own if found.get(name, answer.result is None)]  # all where the process had no answer
     return config.with_values(**{name: flags[name].default or "none" for name in broken}), problems
+
+
+def callback_classes(config: RLConfig) -> list[type[Callback]]:
+    """Import the classes of `--callbacks`; ``ConfigError`` if one is none."""
+    names = config.logging.callbacks
+    found = [CALLBACKS.get(name) if ":" in name else None for name in names]
+    for name, kind in zip(names, found, strict=True):
+        if not (isinstance(kind, type) and issubclass(kind, Callback)):
+            raise ConfigError([f"{shorten(name)} is no subclass of megatron_rl.Callback; write file.py:Class"])
+    return found
