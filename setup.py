@@ -31,7 +31,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=LIBRARY + ENVIRONMENTS,
     package_dir={"megatron_rl_environments": "environments"},
-    package_data={"megatron_rl": ["py.typed", "config/*.txt", "metrics/page/*", "environments/new/*.txt"]},
+    package_data={"megatron_rl": ["py.typed", "config/*.txt", "cli/*.txt", "metrics/page/*", "environments/new/*.txt"]},
     # Up to what the tests ran with (constraints.txt): a later torch is another program, which pip would take unasked.
     install_requires=[
         "torch>=2.11,<2.14",

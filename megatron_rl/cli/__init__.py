@@ -28,6 +28,7 @@ COMMANDS = {
     "convert": ("megatron_rl.cli.convert:main", "write verl's or TRL's configuration as ours"),
     "replay": ("megatron_rl.cli.replay:main", "recompute a sample of a step: log-probs, advantage, gradient"),
     "doctor": ("megatron_rl.cli.doctor:main", "say whether this machine can run it, and how to mend what cannot"),
+    "completion": ("megatron_rl.cli.completion:main", "write a script for tab completion in bash or zsh"),
     "test": ("megatron_rl.environments.__main__:test", "test an environment before training on it"),
     "new": ("megatron_rl.environments.__main__:new", "write an environment to start from, with its test"),
 }

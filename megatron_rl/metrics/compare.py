@@ -1,22 +1,28 @@
 """megatron-rl compare RUN RUN ...: settings in which runs differ, their results, and their curves on one page.
 
-Runs that differ only in their seed are one group, with a mean and a spread.
+Runs that differ only in their seed are one group: a mean and a standard deviation, in curves a mean and a band.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
+import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError
 from megatron_rl.metrics.console import format_table
-from megatron_rl.metrics.curves import Chart, charts_for, drawn, series_of
+from megatron_rl.metrics.curves import Chart, Row, Series, charts_for, drawn
 from megatron_rl.metrics.evaluation import COUNTS, by_environment, last_evaluation
 from megatron_rl.metrics.jsonl import read_steps
 from megatron_rl.metrics.report import build_page
@@ -86,13 +92,12 @@ def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 
 def groups_of(runs: Sequence[ComparedRun]) -> dict[str, list[int]]:
-    """Return label -> indices of the runs that differ in their seed alone."""
-    differing = {name: values for name, values in differences(runs).items() if name != "seed"}
-    groups: dict[str, list[int]] = {}
+    """Return names -> indices of the runs that differ in their seed alone."""
+    differing = [values for name, values in differences(runs).items() if name != "seed"]
+    groups: dict[tuple[str, ...], list[int]] = {}
     for index in range(len(runs)):
-        label = ", ".join(f"{name} {values[index]}" for name, values in differing.items())
-        groups.setdefault(label or "all runs", []).append(index)
-    return groups
+        groups.setdefault(tuple(str(values[index]) for values in differing), []).append(index)
+    return {", ".join(runs[index].name for index in indices): indices for indices in groups.values()}
 
 
 def summary_rows(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]]) -> list[list[object]]:
@@ -110,18 +115,58 @@ def summary_rows(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]
     return rows
 
 
-def curves_of(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
-    """Return charts of all recorded metrics, in the report's order; each run is a line in its group's colour."""
-    color_of = {index: number for number, indices in enumerate(groups.values()) for index in indices}
+def curves_of(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]]) -> list[tuple[Chart, list[Series]]]:
+    """Return a chart for each recorded metric, in the report's order, with a line for each group."""
     curves = []
     for chart in charts_for([row for run in runs for row in run.rows]):
         for metric, label in chart.lines.items() if chart.kind == "line" else ():
-            series = (series_of(run.rows, metric, run.name, color_of[index]) for index, run in enumerate(runs))
-            lines = [line for line in series if line is not None]
-            if lines:
+            series = (
+                _mean_and_band([runs[index].rows for index in indices], metric, name, color)
+                for color, (name, indices) in enumerate(groups.items())
+            )
+            if lines := [line for line in series if line is not None]:
                 title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {label}"
-                curves.append(drawn(Chart(title, {}, chart.scale), lines))
+                curves.append((Chart(title, {metric: label}, chart.scale), lines))
     return curves
+
+
+def _mean_and_band(seeds: Sequence[Sequence[Row]], metric: str, label: str, color: int) -> Series | None:
+    """Average over the seeds that have a finite value at a step; None if there is no such step."""
+    found: dict[int, list[float]] = {row["step"]: [] for rows in seeds for row in rows if metric in row}
+    for row in (row for rows in seeds for row in rows if row.get(metric) is not None):
+        found[row["step"]].append(row[metric])
+    steps = sorted(found)
+    mean, *ends = ([of(found[step]) if found[step] else None for step in steps] for of in (statistics.fmean, min, max))
+    return Series(label, steps, mean, color, *(ends if len(seeds) > 1 else ())) if any(found.values()) else None
+
+
+def csv_text(curves: Sequence[tuple[Chart, Sequence[Series]]]) -> str:
+    """Write every point of ``curves``; what was not finite is empty."""
+    table = csv.writer(stream := io.StringIO(), lineterminator="\n")
+    table.writerow(("metric", "runs", "step", "mean", "lowest", "highest"))
+    for metric, line in ((*chart.lines, line) for chart, lines in curves for line in lines):
+        points = zip(line.steps, line.values, line.low or line.values, line.high or line.values, strict=True)
+        table.writerows((metric, line.label, *point) for point in points)
+    return stream.getvalue()
+
+
+def draw(path: Path, curves: Sequence[tuple[Chart, Sequence[Series]]]) -> None:
+    """Draw the charts, three in a row, with one legend."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows, legend = -(-len(curves) // 3), {}
+    with rc_context({"text.parse_math": False}):  # a run's name is no formula
+        figure = Figure(figsize=(15, 3 * rows + 0.6), layout="constrained")
+        for place, (chart, lines) in enumerate(curves, start=1):
+            axis = figure.add_subplot(rows, 3, place, title=chart.title, yscale=chart.scale, xlabel="step")
+            for line in lines:
+                band = (line.low or line.values, line.values, line.high or line.values)
+                low, mean, high = np.array(band, dtype=float)  # of None nan, which is not drawn
+                [legend[line.label]] = axis.plot(line.steps, mean, color=f"C{line.color}")
+                axis.fill_between(line.steps, low, high, color=f"C{line.color}", alpha=0.2, linewidth=0)
+        figure.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=4)
+        figure.savefig(path, dpi=110)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -131,32 +176,42 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", type=named_path, nargs="+", metavar="RUN", help="run directories, two or more")
     parser.add_argument("--output", type=named_path, default=Path("compare.html"), help="the page (compare.html)")
+    parser.add_argument("--csv", type=named_path, metavar="FILE", help="write the points of the curves")
+    parser.add_argument("--png", type=named_path, metavar="FILE", help="draw the curves with matplotlib")
     options = parser.parse_args(words)
     if len(options.runs) < 2:
         parser.error("give two run directories or more")
+    if options.png is not None and find_spec("matplotlib") is None:
+        parser.error("--png needs matplotlib, which is not installed: pip install matplotlib")
     try:
         runs = [read_run(path) for path in options.runs]
     except ConfigError as error:
         sys.stderr.writelines(f"{line}\n" for line in error.lines)
         return 2
+    if len({os.path.basename(os.path.abspath(run.name)) for run in runs}) == len(runs):
+        runs = [replace(run, name=os.path.basename(os.path.abspath(run.name))) for run in runs]
     groups, differing = groups_of(runs), differences(runs)
     settings = [[name, *map(str, values)] for name, values in differing.items()]
-    headers = ["setting", *(run.name for run in runs)]
-    counts = {label: "1 run" if len(indices) == 1 else f"{len(indices)} runs" for label, indices in groups.items()}
-    titles = ["", *(f"{label} ({count})" for label, count in counts.items())]
-    results = summary_rows(runs, groups)
+    headers, titles = ["setting", *(run.name for run in runs)], ["", *groups]
+    results, curves = summary_rows(runs, groups), curves_of(runs, groups)
     sys.stdout.write(f"{format_table(headers, settings) if settings else 'all settings are the same'}\n\n")
     sys.stdout.write(f"{format_table(titles, results)}\n")
     sys.stdout.write("mean ± standard deviation over runs that differ in their seed alone\n")
     shown = {
         "groups": list(groups),
         "results": {"headers": titles, "rows": results},
-        "charts": curves_of(runs, groups),
+        "charts": [drawn(*curve) for curve in curves],
         "settings": {"headers": headers, "rows": settings},
     }
-    try:
-        write_text_atomic(options.output, build_page(shown, "compare.js"))
-    except OSError as error:
-        parser.error(f"--output {options.output} cannot be written: {error.strerror}")
-    sys.stdout.write(f"\n{options.output}\n")
+    written = {options.output: lambda path: write_text_atomic(path, build_page(shown, "compare.js"))}
+    if options.csv is not None:
+        written[options.csv] = lambda path: write_text_atomic(path, csv_text(curves))
+    if options.png is not None:
+        written[options.png] = lambda path: draw(path, curves)
+    for path, write in written.items():
+        try:
+            write(path)
+        except OSError as error:
+            parser.error(f"{path} cannot be written: {error.strerror}")
+        sys.stdout.write(f"\n{path}\n")
     return 0

@@ -37,6 +37,9 @@ class Series:
     values: list[float | None]
     color: int | None = None
     """Lines of equal numbers look alike; without one each line of a chart has its own."""
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
+    """The ends of a band around it, where it is a mean."""
 
 
 def charts_for(rows: Sequence[Row]) -> list[Chart]:
@@ -120,8 +123,10 @@ def drawn(chart: Chart, series: Sequence[Series], sums: Sequence[float] | None =
 
 
 def _points(series: Series, indices: Sequence[int]) -> dict[str, Any]:
-    color = {} if series.color is None else {"color": series.color}
-    return color | {
+    own = {} if series.color is None else {"color": series.color}
+    for name, values in (("low", series.low), ("high", series.high)):
+        own |= {} if values is None else {name: [round_number(values[index]) for index in indices]}
+    return own | {
         "label": series.label,
         "steps": [series.steps[index] for index in indices],
         "values": [round_number(series.values[index]) for index in indices],

@@ -51,7 +51,8 @@ function drawChart(canvas, chart, smoothing, whole) {
   drawAxes(canvas, axes, width);
   layers.forEach((layer, index) => {
     if (layer.base) drawBand(canvas, layer, axes, index);
-    else drawLine(canvas, layer, axes, index, smoothing);
+    if (layer.low) drawSpread(canvas, layer, axes, index);
+    if (!layer.base) drawLine(canvas, layer, axes, index, smoothing);
   });
   addHover(canvas, chart, axes, width);
   return axes.cut;
@@ -69,7 +70,7 @@ function stackLayers(series) {
 
 function makeAxes(chart, layers, width, whole) {
   const steps = layers.flatMap((layer) => layer.steps);
-  let values = layers.flatMap((layer) => layer.values.concat(layer.base || [])).filter((value) => value !== null);
+  let values = layers.flatMap((layer) => layer.values.concat(layer.base || [], layer.low || [], layer.high || [])).filter((value) => value !== null);
   const positive = values.filter((value) => value > 0);
   const log = chart.scale === "log" && positive.length > 0;
   if (log) values = positive;
@@ -171,10 +172,16 @@ function drawLine(canvas, layer, axes, index, smoothing) {
   });
 }
 
-function drawBand(canvas, layer, axes, index) {
+function drawSpread(canvas, { steps, low, high, ...layer }, axes, index) {
+  const there = low.map((_, at) => at).filter((at) => low[at] !== null);
+  const pick = (values) => there.map((at) => values[at]);
+  drawBand(canvas, { ...layer, steps: pick(steps), values: pick(high), base: pick(low) }, axes, index, 0.2);
+}
+
+function drawBand(canvas, layer, axes, index, opacity = 0.75) {
   const steps = [...layer.steps, ...layer.steps.toReversed()];
   const outline = linePath(steps, [...layer.values, ...layer.base.toReversed()], axes) + "Z";
-  canvas.append(svg("path", { d: outline, fill: color(layer, index), opacity: 0.75, stroke: color(layer, index), "stroke-width": 0.8 }));
+  canvas.append(svg("path", { d: outline, fill: color(layer, index), opacity, stroke: color(layer, index), "stroke-width": 0.8 }));
 }
 
 function nearest(steps, at) {

@@ -6,7 +6,7 @@ document.getElementById("header").append(
   el("div", { class: "legend" }, ...data.groups.map((name, index) =>
     el("span", {}, el("i", { style: `background:${color({}, index)}` }), name))));
 document.getElementById("results").append(fold("Results", table(data.results.headers, data.results.rows),
-  el("div", { class: "small muted" }, "Mean \u00b1 standard deviation over runs that differ in their seed.")));
+  el("div", { class: "small muted" }, "Mean \u00b1 standard deviation over runs that differ in their seed. Of the curves the mean, and a band from the lowest to the highest.")));
 drawCurves();
 document.getElementById("run").append(
   el("h2", {}, "Settings that differ"),
