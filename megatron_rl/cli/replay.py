@@ -45,7 +45,7 @@ SHOWN = 1_000
 _NOT_TAKEN = frozenset({
     "config", "run_dir", "save", "resume", "save_interval", "keep_last", "keep_best", "async_save", "eval_interval",
     "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_mode", "exit_interval",
-    "exit_duration_in_mins", "rl_environment_port", "distributed_backend", "tensor_model_parallel_size",
+    "exit_duration_in_mins", "callbacks", "rl_environment_port", "distributed_backend", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "sequence_parallel",
     "expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
 })  # fmt: skip
