@@ -162,6 +162,22 @@ def test_killed_in_partial_rollouts(workshop) -> None:
     tale.check_all(stories)
 
 
+@pytest.mark.long
+def test_killed_in_a_lora_run_with_quantised_rollouts_on_two_tensor_parallel_ranks(workshop) -> None:
+    """Amid a rollout, between updates and around saves. Only adapters are saved: the base is drawn again."""
+    kills = [
+        Kill(1, "rollout", 5), Kill(0, "grade_asked", 5), Kill(0, "journal_closed"), Kill(1, "loss", 7),
+        Kill(1, "optimizer_due", 3), Kill(0, "optimizer_done", 5), Kill(1, "save_begun"), Kill(0, "save_committed"),
+    ]  # fmt: skip
+    flags = {
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "rl_rollout_quantization": "int8", "lora_rank": 4,
+        "grpo_kl_beta": 0.05,
+    }  # fmt: skip
+    stories = {"lora": kills}
+    tale = Tale(workshop, stories, timeout=3600, whole="whole_lora", **flags)
+    tale.check_all(stories)
+
+
 NEEDED = ("prompts", "progress.updates", "progress.policy_version", "progress.tokens", "optimizer", "expected_lengths")
 """Not among them: the generators' states, which no step of this run draws from (dropout does, see test_resume.py),
 and the largest log-prob gap, which a later step may reach again."""
