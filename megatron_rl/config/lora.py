@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.flags import Finding, flag, without_effect
@@ -40,6 +40,12 @@ def lora_of(config: RLConfig) -> Lora | None:
     return Lora(lora.lora_rank, lora.lora_alpha, lora.lora_targets, lora.lora_dropout)
 
 
+def critic_lora_of(config: RLConfig) -> Lora | None:
+    """Return the critic's adapters, which have the policy's alpha and targets; None where it is a whole model."""
+    own, rank = lora_of(config), config.critic.rl_critic_lora_rank
+    return None if own is None or rank is None else replace(own, rank=rank, dropout=0.0)
+
+
 def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Adapters that the model has no place for, and combinations that are not built."""
     lora = lora_of(config)
@@ -58,17 +64,18 @@ def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if unknown := [name for name in lora.targets if name not in known]:
         yield "lora_targets", f": this model has no {shorten(unknown[0])}; it has {', '.join(known)}"
         return
+    for flag_name, own in (("lora_rank", lora), ("rl_critic_lora_rank", critic_lora_of(config))):
+        for adapter in () if own is None else adapters_of(layout, own):
+            name, most = adapter.narrowest
+            if adapter.rank > most:
+                yield flag_name, f"is above the width of {name} of {adapter.linear.name}; use at most {most}"
+                break
     yield from _adapters_without_a_place(config, lora, layout)
 
 
 def _adapters_without_a_place(config: RLConfig, lora: Lora, layout: ModelLayout) -> Iterator[Finding]:
     """``layout`` is that of the whole model, which has all targets."""
     adapters, parallel = adapters_of(layout, lora), config.parallel
-    for adapter in adapters:
-        name, most = adapter.narrowest
-        if adapter.rank > most:
-            yield "lora_rank", f"is above the width of {name} of {adapter.linear.name}; use at most {most}"
-            break
     for stage in range(config.stages.count):
         if not adapters_of(config.layout(stage=stage), lora):
             yield "lora_targets", f": pipeline stage {stage} has no such linear and would train nothing; name others"

@@ -137,6 +137,9 @@ class CriticConfig:
     rl_critic_load_hf: str | None = flag(None, path=True)
     """Model to start the critic from, with the policy's architecture and tokenizer: a Hugging Face directory or a name
     on the hub. Default: the policy's weights. The value head starts at 0."""
+    rl_critic_lora_rank: int | None = flag(None, ge=1)
+    """Make the critic adapters of this rank and a value head on the policy's frozen base, instead of a whole model;
+    alpha and targets are the policy's. Needs --lora-rank."""
     rl_kl_in_reward: bool = flag(False)
     """Subtract grpo-kl-beta x (old - reference log-prob) from each token's reward, instead of adding a KL loss."""
 
@@ -257,6 +260,10 @@ def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "rl_critic_warmup_steps", text
     if config.wants_teacher:
         yield "rl_teacher_load_hf", "with a critic is not built; use one of the two"
+    if critic.rl_critic_lora_rank is not None and config.lora.lora_rank is None:
+        yield "rl_critic_lora_rank", "needs a policy whose base stays as it is; add --lora-rank, or leave this out"
+    if critic.rl_critic_lora_rank is not None and critic.rl_critic_load_hf is not None:
+        yield "rl_critic_load_hf", "with --rl-critic-lora-rank would be another base than the policy's; leave one out"
     if not critic.rl_kl_in_reward:
         return
     if algorithm.grpo_kl_beta == 0:

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.hf.peft import load_peft
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RunState, StartingWeights, has_adapters, read_run_state
 from megatron_rl.checkpoint.tensors import fingerprints
-from megatron_rl.config.lora import lora_of
+from megatron_rl.config.lora import critic_lora_of, lora_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.training import critic_config
 from megatron_rl.errors import CheckpointError
@@ -89,13 +89,28 @@ def start_weights(
 
 
 def first_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> Optimization:
-    """The critic as a run begins with it: the trunk of `--rl-critic-load-hf`, else the policy's as it is now."""
-    critic = build_model(config, current_platform(), policy.vocab_size, "value")
-    if config.critic.rl_critic_load_hf is not None:
+    """The critic as a run begins with it: the trunk of `--rl-critic-load-hf`, else the policy's as it is now.
+
+    With `--rl-critic-lora-rank` it has no weights of its own but adapters and head: the policy's base is its trunk.
+    """
+    critic, lora = build_model(config, current_platform(), policy.vocab_size, "value"), critic_lora_of(config)
+    if lora is not None:
+        share_base(policy, critic)
+        adapt(critic, config, lora, groups)
+    elif config.critic.rl_critic_load_hf is not None:
         load_hf(read_model(config.critic.rl_critic_load_hf), critic, groups)
     else:
         copy_trunk(policy, critic)
     return Optimization(critic, critic_config(config))
+
+
+def share_base(policy: PolicyModel, critic: PolicyModel) -> None:
+    """Let all of the critic's weights but its head be the memory that the policy's lie in; both are laid out alike."""
+    for own, theirs in zip(critic.chunks, policy.chunks, strict=True):
+        weights = dict(theirs.named_parameters())
+        for name, parameter in own.named_parameters():
+            if not name.startswith("output_layer."):
+                parameter.data = weights[name].data
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from megatron_rl.trainer.policy import BasePolicy, PolicyTrainer, ReferencePolic
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
 from tests.distributed.programs import gather_whole
-from tests.support.lora import adapted
+from tests.support.lora import adapted, move_b
 from tests.support.samples import own_reward, random_samples, rewards_of, with_experts, with_prompts
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
@@ -133,6 +133,8 @@ def one_case(
 def with_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> Critic:
     """As a run has one, but its head says something: from a head of 0 no gradient goes into the trunk."""
     optimization = first_critic(config, policy, groups)
+    if config.critic.rl_critic_lora_rank is not None:
+        move_b(optimization.policy, groups, seed=1)
     for name, parameter in optimization.policy.named_parameters():
         if name == "output_layer.weight":
             parameter.data.copy_(torch.linspace(-0.3, 0.4, parameter.numel())[None])

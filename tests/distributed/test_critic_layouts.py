@@ -24,19 +24,24 @@ from tests.distributed.test_layouts import (
 from tests.support.ranks import run_ranks
 
 GAE = {"rl_advantage": "gae", "rl_gae_lambda": 0.9, "rl_critic_lr": 2e-3, "rl_critic_clip_range": 0.05}
+ADAPTERS = {"lora_rank": 4, "rl_critic_lora_rank": 2}
+SHARED_BASE = "on the policy's base"
 CASES: dict[str, dict[str, Any]] = {
     "plain": GAE,
     "tied": GAE | TIED,
     "experts": GAE | EXPERTS | {"rl_router_replay": True},
     "balanced": GAE | EXPERTS | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
     "overlaps, few": GAE | OVERLAP | FEW,
+    SHARED_BASE: GAE | ADAPTERS,
+    f"{SHARED_BASE}, tied": GAE | ADAPTERS | TIED,
+    f"{SHARED_BASE}, experts": GAE | ADAPTERS | EXPERTS | OVERLAP,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "TP2, sequence-parallel": (2, TENSOR, ["plain", "experts"]),
-    "PP2": (2, STAGES, ["plain", "tied"]),
-    "PP2 x VPP2": (2, VIRTUAL, ["plain"]),
-    "CP2": (2, CONTEXT, ["plain"]),
-    "EP2": (2, SHARED, ["experts", "balanced"]),
+    "TP2, sequence-parallel": (2, TENSOR, ["plain", "experts", SHARED_BASE, f"{SHARED_BASE}, experts"]),
+    "PP2": (2, STAGES, ["plain", "tied", f"{SHARED_BASE}, tied"]),
+    "PP2 x VPP2": (2, VIRTUAL, ["plain", SHARED_BASE]),
+    "CP2": (2, CONTEXT, ["plain", SHARED_BASE]),
+    "EP2": (2, SHARED, ["experts", "balanced", f"{SHARED_BASE}, experts"]),
     "DP2": (2, {}, ["plain", "overlaps, few"]),
     "CP2 x TP2, sequence-parallel": (4, CONTEXT | TENSOR, ["plain"]),
     "PP2 x DP2": (4, STAGES, ["overlaps, few"]),

@@ -17,6 +17,10 @@ FLAGS: dict[str, Any] = {
     "rl_critic_warmup_steps": 1, "rl_critic_lr": 2e-2, "grpo_kl_beta": 0.05, "rl_kl_in_reward": True,
     "use_distributed_optimizer": True, "rl_offload_optimizer_during_inference": True,
 }  # fmt: skip
+ON_BASE: dict[str, Any] = FLAGS | {
+    "lora_rank": 4, "rl_critic_lora_rank": 2, "tensor_model_parallel_size": 2, "rl_rollout_quantization": "int8",
+}  # fmt: skip
+"""The critic is adapters and a head on the policy's base."""
 LAST = Path("checkpoints") / "step_0000004"
 OTHERS = {"one_rank": (1, {}), "tensor_parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True})}
 
@@ -24,13 +28,16 @@ OTHERS = {"one_rank": (1, {}), "tensor_parallel": (2, {"tensor_model_parallel_si
 @pytest.fixture(scope="module")
 def runs(workshop) -> None:
     """A whole run on two ranks, and one in two halves."""
-    for outcome in run_many([workshop.rl("whole", **FLAGS), workshop.rl("halved", **FLAGS, exit_interval=2)], 2):
+    first = [workshop.rl("whole", **FLAGS), workshop.rl("halved", **FLAGS, exit_interval=2)]
+    first += [workshop.rl("on_base", **ON_BASE), workshop.rl("on_base_halved", **ON_BASE, exit_interval=2)]
+    for outcome in run_many(first, 2):
         outcome.check()
     assert facts_of(workshop.run_dir("halved"))["status"] == "stopped"
     for name in OTHERS:
         shutil.copytree(workshop.run_dir("halved"), workshop.run_dir(name))
-    (outcome,) = run_many([workshop.rl("halved", **FLAGS, exit_interval=2, resume=True)], 2)
-    assert "(step 2)" in outcome.check().output
+    on_base = workshop.rl("on_base_halved", **ON_BASE, exit_interval=2, resume=True)
+    for outcome in run_many([workshop.rl("halved", **FLAGS, exit_interval=2, resume=True), on_base], 2):
+        assert "(step 2)" in outcome.check().output
 
 
 @pytest.fixture(scope="module", params=OTHERS)
@@ -48,6 +55,21 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(runs, workshop):
     names = contents(whole / LAST)
     for wanted in ("critic.output_layer.weight", "critic.optimizer.state.exp_avg.output_layer.weight"):
         assert wanted in names, sorted(name for name in names if "critic" in name)
+
+
+def test_one_on_the_policys_base_goes_on_to_the_bit(runs, workshop):
+    """Its checkpoint has adapters and a head, and no weight of the base."""
+    whole, halved = workshop.run_dir("on_base"), workshop.run_dir("on_base_halved")
+    assert differences(whole / LAST, halved / LAST) == []
+    assert rows_of(halved) == rows_of(whole)
+    critics = {name for name in contents(whole / LAST) if name.startswith("critic.") and ".optimizer." not in name}
+    assert "critic.output_layer.weight" in critics
+    assert all(".adapter." in name or name == "critic.output_layer.weight" for name in critics), sorted(critics)
+    assert all(row["critic/grad_norm"] > 0 for row in rows_of(whole) if row["step"])
+    other = ON_BASE | {"rl_critic_lora_rank": 3, "load": whole / "checkpoints"}
+    (refused,) = run_many([workshop.rl("other_rank", **other)], 2)
+    text = "has a critic of --rl-critic-lora-rank 2, this run has one of --rl-critic-lora-rank 3; use the same"
+    assert text in refused.check(2).output
 
 
 def test_the_first_step_trains_the_critic_alone(runs, workshop):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.arithmetic import FEWEST_KEYS
-from megatron_rl.config.lora import lora_of
+from megatron_rl.config.lora import critic_lora_of, lora_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import Problem
@@ -131,7 +131,8 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
     lora = lora_of(config)
     policy, critic = training_state(config, layout, copies, world_size, lora), NO_STATE
     if config.wants_critic:
-        critic = training_state(config, config.layout(vocab_size, stage, head="value"), copies, world_size)
+        own, of_values = critic_lora_of(config), config.layout(vocab_size, stage, head="value")
+        critic = training_state(config, of_values, copies, world_size, own, on_another=own is not None)
     sizes = Sizes(
         world_size=world_size,
         replicas=config.data_parallel_size(world_size),
@@ -297,11 +298,12 @@ def _rows(config: RLConfig, result: Estimate) -> Iterator[tuple[str, int, int, s
     whole_batch = slots == config.rollout.inference_max_batch_size
     sized = "the largest batch; fewer where they do not fit" if whole_batch else "as many as its budget holds"
     stored = f" in {config.kv_cache_dtype}" if config.kv_cache_is_rounded else ""
+    weights = "weights" if critic_lora_of(config) is None else "adapters and head on the policy's base"
     visits = "" if result.teacher.rollout else "; there while it scores, before the first update"
     for name, use, what in (
         ("gradients", result.gradients, f"{gradients} buffer"),
         ("optimizer", result.optimizer, f"{_states(config, dtype, gradients)}{shared}{_off(result.optimizer)}"),
-        ("critic", result.critic, f"weights, gradients and optimizer{_off(result.critic)}"),
+        ("critic", result.critic, f"{weights}, gradients and optimizer{_off(result.critic)}"),
         ("quantised weights", result.quantized, f"{config.quantization.rl_rollout_quantization}, linear layers"),
         (
             "KV cache", result.kv_cache,

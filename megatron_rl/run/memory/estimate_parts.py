@@ -40,13 +40,20 @@ NO_STATE = TrainingState(0, 0, 0, 0, 0)
 
 
 def training_state(
-    config: RLConfig, layout: ModelLayout, copies: int, world_size: int, lora: Lora | None = None
+    config: RLConfig,
+    layout: ModelLayout,
+    copies: int,
+    world_size: int,
+    lora: Lora | None = None,
+    on_another: bool = False,
 ) -> TrainingState:
-    """Of a rank with ``layout``; ``copies`` ranks have the same weights. With ``lora`` all but adapters is frozen."""
+    """Of a rank with ``layout``; ``copies`` ranks have the same weights. With ``lora`` all but adapters is frozen, and
+    with ``on_another`` that is another model's.
+    """
     number = 2 if config.precision.bf16 else FP32
     gradient = FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
     kept_as_they_are = (p for p in layout.parameters if lora and not (p.is_value_head or p.is_buffer))
-    frozen = sum(parameter.size for parameter in kept_as_they_are)
+    frozen = 0 if on_another else sum(parameter.size for parameter in kept_as_they_are)
     buffers = _buffers(config, trained_parameters(layout, lora), copies, world_size)
     buffer = updated = 0
     for sizes, owners in buffers:
@@ -61,7 +68,7 @@ def training_state(
             kept += _moment_bytes(dtype, sizes, updated)
     else:
         kept += FP32 * int(config.optimizer.sgd_momentum > 0) * updated
-    fixed = sum(parameter.size for parameter in layout.parameters if parameter.is_buffer)
+    fixed = 0 if on_another else sum(parameter.size for parameter in layout.parameters if parameter.is_buffer)
     return TrainingState(
         numbers=frozen + sum(sum(sizes) for sizes, _ in buffers) + fixed,
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.

@@ -134,7 +134,7 @@ def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[P
             directory = find_checkpoint(path, contents=False)
             found = architecture_problems(config, directory, vocab_size)
             if continued is not None:
-                found += continuation_problems(config, directory)
+                found += continuation_problems(config, directory) + _critic_problems(config, directory)
                 found = found or _reference_problems(config, directory, vocab_size)
             problems += [Problem(None, line).under(flag) for line in found]
     return problems
@@ -174,6 +174,21 @@ def _weights_alone(config: RLConfig) -> list[tuple[str, str]]:
     if load is not None and origin.kind == "drawn" and not config.loads_what_it_saves:
         return [("--load", load)]
     return [(flag, origin.given)] if origin.kind == "checkpoint" else []
+
+
+def _critic_problems(config: RLConfig, directory: Path) -> list[str]:
+    """A whole critic and one on the policy's base, or two ranks of adapters, have no tensors in common."""
+    from megatron_rl.checkpoint.run_state import read_run_state
+
+    state = read_run_state(directory)
+    ranks = state.components.get("settings", {}).get("rl_critic_lora_rank"), config.critic.rl_critic_lora_rank
+    if not config.wants_critic or state.critic_has_optimizer is None or ranks[0] == ranks[1]:
+        return []
+    saved, own = ("that is a whole model" if rank is None else f"of --rl-critic-lora-rank {rank}" for rank in ranks)
+    return [
+        f"checkpoint {str(directory)!r} has a critic {saved}, this run has one {own}; use the same, or start a new run "
+        "from its weights with --pretrained-checkpoint"
+    ]
 
 
 def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | None) -> list[str]:
