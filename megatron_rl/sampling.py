@@ -21,11 +21,13 @@ class Constraints:
     """No end token is drawn before so many others."""
     ignores_end: bool = False
     """No end token is drawn at all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that prompt or answer have, and multiplies negative ones."""
 
     @property
     def penalizes(self) -> bool:
         """Return whether a penalty is on."""
-        return bool(self.presence_penalty or self.frequency_penalty)
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True)

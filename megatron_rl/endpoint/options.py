@@ -15,6 +15,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 1024
+MIN_REPETITION = 0.01
 MIN_TEMPERATURE = 1e-3
 """Logits divided by less have log-probs that are not finite."""
 IGNORED = frozenset({
@@ -23,7 +24,6 @@ IGNORED = frozenset({
 })  # fmt: skip
 """Fields that change no answer."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1, 1.0),
     "modalities": (["text"],),
     "continue_final_message": (False,),
     "suffix": ("",),
@@ -108,10 +108,12 @@ def _drawing(fields: Fields, max_new_tokens: int | None, vocab_size: int) -> Dra
     if top_p == 0:
         refuse("top_p", "is 0, which leaves no token; give a number above 0, or temperature 0")
     top_k = fields.number("top_k", int, -1)
+    repetition = fields.number("repetition_penalty", float, MIN_REPETITION, 1 / MIN_REPETITION)
     asked = {
         "logit_bias": _logit_bias(fields, vocab_size),
         "presence_penalty": fields.number("presence_penalty", float, -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", float, -2, 2),
+        "repetition_penalty": None if repetition == 1 else repetition,
         "min_tokens": fields.number("min_tokens", int, 0),
         "ignores_end": fields.get("ignore_eos", bool),
     }

@@ -34,7 +34,8 @@ class BatchState:
         self.top_p = torch.ones(rows, device=device)
         self.min_p = torch.zeros(rows, device=device)
         self.bias: torch.Tensor | None = None
-        """[rows, V] fp32, from the first sequence with a guide on."""
+        self.divisor: torch.Tensor | None = None
+        """[rows, V] fp32 each, from the first sequence on that needs them."""
         self.top_ids: torch.Tensor | None = None
         self.top_logprobs: torch.Tensor | None = None
         """[rows, MOST_SCORED] of each row's last token, from the first sequence on that wants them."""
@@ -67,7 +68,9 @@ class BatchState:
         self.greedy[rows] = column([p.greedy for p in params], torch.bool)
         self.temperature[rows] = column([1.0 if p.greedy else p.temperature for p in params], torch.float32)
         self.min_p[rows] = column([p.min_p for p in params], torch.float32)
-        self.set_biases(rows, [s.guide.bias(s.output_ids) if s.guide else None for s in sequences])
+        guides = [sequence.guide for sequence in sequences]
+        biases = [guide and guide.bias(s.output_ids) for guide, s in zip(guides, sequences, strict=True)]
+        self.set_biases(rows, biases, [guide and guide.divisor for guide in guides])
 
     def make_room_for_scores(self) -> None:
         """Have the buffers that `note` writes: CUDA graphs know their addresses."""
@@ -80,14 +83,22 @@ class BatchState:
         """Keep the likeliest tokens of the draw that ``rows`` do now."""
         self.top_ids[rows], self.top_logprobs[rows] = ids, logprobs
 
-    def set_biases(self, rows: torch.Tensor, biases: ListOf[torch.Tensor | None]) -> None:
-        """Write what is added to the logits of ``rows``, [V] each; None is nothing."""
+    def make_room_for_biases(self, divides: bool) -> None:
+        """Have the buffers that `set_biases` writes: CUDA graphs know their addresses."""
+        shape = len(self.token), self.is_stop.numel()
         if self.bias is None:
-            if not any(bias is not None for bias in biases):
-                return
-            self.bias = torch.zeros(len(self.token), self.is_stop.numel(), device=self.device)
-        nothing = torch.zeros(self.is_stop.numel())
-        self.bias[rows] = torch.stack([nothing if bias is None else bias for bias in biases]).to(self.device)
+            self.bias = torch.zeros(shape, device=self.device)
+        if divides and self.divisor is None:
+            self.divisor = torch.ones(shape, device=self.device)
+
+    def set_biases(
+        self, rows: torch.Tensor, biases: ListOf[torch.Tensor | None], divisors: ListOf[torch.Tensor | None]
+    ) -> None:
+        """Write what changes the logits of ``rows``, [V] each; None is nothing."""
+        for held, values, neutral in ((self.bias, biases, 0.0), (self.divisor, divisors, 1.0)):
+            if held is not None:
+                nothing = torch.full((self.is_stop.numel(),), neutral)
+                held[rows] = torch.stack([nothing if value is None else value for value in values]).to(self.device)
 
     def sampling(self, rows: slice | torch.Tensor, modes: SamplingModes) -> SamplingTensors:
         """Return how ``rows`` are sampled, as far as any request needs it."""
@@ -99,6 +110,7 @@ class BatchState:
             top_p=self.top_p[rows] if modes.filtered else None,
             min_p=self.min_p[rows] if modes.floored else None,
             bias=self.bias[rows] if modes.biased and self.bias is not None else None,
+            divisor=self.divisor[rows] if modes.divided and self.divisor is not None else None,
             scored=modes.scored and self.top_ids is not None,
         )
 
@@ -196,11 +208,11 @@ class OutputProcessor:
                 sequence.finish(reason)
                 finished.append(sequence)
             elif sequence.guide is not None and not sequence.guide.is_constant:
-                guided.append((sequence.row, sequence.guide.bias(ids)))
+                guided.append((sequence.row, sequence.guide.bias(ids), sequence.guide.divisor))
         self._leave(finished)
         if guided:
-            rows, biases = zip(*guided, strict=True)
-            state.set_biases(torch.tensor(rows, device=state.device), biases)
+            rows, *values = zip(*guided, strict=True)
+            state.set_biases(torch.tensor(rows, device=state.device), *values)
         return finished
 
     def save(self, preempted: ListOf[Sequence]) -> None:

@@ -149,14 +149,9 @@ class RolloutContext(BaseInferenceContext):
         return self.ops.fused and self._last_tokens is None and self._kernels.cache.layout == "blocks"
 
     def attend_mixed(
-        self,
-        layer: int,
-        mixed: torch.Tensor,
-        query_norm: torch.nn.Module | None,
-        key_norm: torch.nn.Module | None,
-        kind: LayerKind,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None,
+        kind: LayerKind, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See `RolloutPlan`."""
         from megatron_rl.models.kernels import rotate_store
 

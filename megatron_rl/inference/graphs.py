@@ -110,13 +110,9 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        policy: PolicyModel,
-        recorder: CudaRecorder,
-        sizes: Sequence[int],
+        self, runner: ModelRunner, policy: PolicyModel, recorder: CudaRecorder, sizes: Sequence[int],
         key_lengths: Sequence[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``sizes`` and ``key_lengths`` ascend, up to all rows and the longest sequence."""
         self.parts = runner.parts
         self._state = runner.state

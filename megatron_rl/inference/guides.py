@@ -56,7 +56,7 @@ class Guide:
 
     def __init__(
         self, constraints: Constraints, vocab_size: int, end_ids: Collection[int],
-        grammar: Callable[[str], Any] | None = None,
+        grammar: Callable[[str], Any] | None = None, prompt_ids: Collection[int] = (),
     ) -> None:  # fmt: skip
         """``end_ids`` end an answer; ``grammar`` gives the matcher of ``constraints.grammar``, where there is one."""
         self._constraints = constraints
@@ -67,6 +67,10 @@ class Guide:
         if constraints.ignores_end:
             self._always[self._ends] = float("-inf")
         self._counts = torch.zeros(vocab_size) if constraints.penalizes else None
+        self.divisor = torch.ones(vocab_size) if constraints.repetition_penalty != 1 else None
+        """What divides positive logits and multiplies negative ones [V] fp32, before `bias`, which keeps it current."""
+        if self.divisor is not None:
+            self.divisor[list(prompt_ids)] = constraints.repetition_penalty
         self._matcher = grammar(constraints.grammar) if constraints.grammar else None
         self._num_seen = 0
 
@@ -88,6 +92,8 @@ class Guide:
         """
         new, self._num_seen = token_ids[self._num_seen :], len(token_ids)
         bias = self._always.clone()
+        if self.divisor is not None:
+            self.divisor[list(new)] = self._constraints.repetition_penalty
         if self._counts is not None:
             self._counts += torch.bincount(torch.tensor(new, dtype=torch.int64), minlength=len(bias))
             bias -= self._constraints.frequency_penalty * self._counts

@@ -35,15 +35,9 @@ class Cache(ABC):
     """Of what lies together at a place of the slot mapping: [width] of a head, or [heads, width] of a token."""
 
     def __init__(
-        self,
-        layers: Sequence[LayerCache],
-        rows: int,
-        max_length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-        grid: tuple[int, int] | None = None,
-    ) -> None:
+        self, layers: Sequence[LayerCache], rows: int, max_length: int, dtype: torch.dtype, device: torch.device,
+        stored: torch.dtype | None = None, grid: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         """``dtype`` of the model; ``stored`` as in `KVFormat`; ``grid``: by default rows and ``max_length``."""
         self.max_length = max_length
         self.dtype = dtype
@@ -163,16 +157,9 @@ class PagedCache(Cache):
     place_dims = 2
 
     def __init__(
-        self,
-        layers: Sequence[LayerCache],
-        rows: int,
-        max_length: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-        num_blocks: int | None = None,
-    ) -> None:
+        self, layers: Sequence[LayerCache], rows: int, max_length: int, block_size: int, dtype: torch.dtype,
+        device: torch.device, stored: torch.dtype | None = None, num_blocks: int | None = None,
+    ) -> None:  # fmt: skip
         """``num_blocks`` are handed out by `set_block_table`; without it every row has all it can fill, for good."""
         per_row = -(-max_length // block_size)
         count = rows * per_row if num_blocks is None else num_blocks

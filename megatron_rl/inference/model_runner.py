@@ -50,13 +50,9 @@ class ModelRunner:
     """Forward passes, draws, and what they leave in the cache and in the state of the batch."""
 
     def __init__(
-        self,
-        policy: PolicyModel,
-        context: RolloutContext,
-        state: BatchState,
-        sampler: Sampler,
+        self, policy: PolicyModel, context: RolloutContext, state: BatchState, sampler: Sampler,
         messages: StageMessages | OneStage,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.context = context
         self.state = state
         self.graphs: DecodeGraphs | None = None

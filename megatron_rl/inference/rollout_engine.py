@@ -281,8 +281,10 @@ class RolloutEngine(Engine):
     def _constrain(self, group: SequenceGroup, constraints: Constraints) -> None:
         matcher = None if self._grammars is None else self._grammars.matcher
         ends = {*self._end_ids, *group.request.sampling.stop_token_ids}
+        self.runner.state.make_room_for_biases(constraints.repetition_penalty != 1)
         for sequence in group.open_sequences:
-            sequence.guide = Guide(constraints, self.runner.state.is_stop.numel(), ends, matcher)
+            vocab_size = self.runner.state.is_stop.numel()
+            sequence.guide = Guide(constraints, vocab_size, ends, matcher, group.request.prompt_ids)
 
     def cancel(self, calls: Collection[int]) -> None:
         self._cancelled.update(calls)

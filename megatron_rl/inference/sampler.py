@@ -37,6 +37,8 @@ class SamplingModes(NamedTuple):
     """Min-p."""
     biased: bool = False
     """A request has `Constraints`."""
+    divided: bool = False
+    """A request has a repetition penalty."""
     scored: bool = False
     """A request wants the likeliest tokens, see `Hints.top_logprobs`."""
 
@@ -51,6 +53,7 @@ class SamplingModes(NamedTuple):
             tempered=any(p.temperature != 1.0 for p in params),
             floored=any(p.min_p > 0 for p in params),
             biased=any(p.constraints is not None for p in params),
+            divided=any(p.constraints is not None and p.constraints.repetition_penalty != 1 for p in params),
             scored=any(request.hints.top_logprobs > 0 for request in requests),
         )
 
@@ -72,6 +75,8 @@ class SamplingTensors:
     """fp32; 0 where off."""
     bias: torch.Tensor | None = None
     """[N, V] fp32, added to the logits."""
+    divisor: torch.Tensor | None = None
+    """[N, V] fp32, divides positive logits and multiplies negative ones before that."""
     scored: bool = False
     """Some want the likeliest tokens."""
 
@@ -122,6 +127,8 @@ def likeliest(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tens
 def _shaped(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Bias the logits and cut them to the support; returns them and what they are still to be divided by."""
     temperature = params.temperature
+    if params.divisor is not None:
+        logits = torch.where(logits > 0, logits / params.divisor, logits * params.divisor)
     if params.bias is not None:
         logits = logits + params.bias
     if temperature is not None and (params.top_k is not None or params.min_p is not None):

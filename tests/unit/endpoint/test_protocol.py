@@ -30,16 +30,16 @@ def test_all_that_a_chat_may_ask_for():
         stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=5, tools=[TOOL],
         tool_choice="auto",
         min_p=0.1, stop_token_ids=[7, 7], min_tokens=2, logit_bias={"3": -100, "4": 0}, presence_penalty=1,
-        frequency_penalty=-0.5, ignore_eos=True,
+        frequency_penalty=-0.5, ignore_eos=True, repetition_penalty=1.2,
     )  # fmt: skip
-    constraints = Constraints("", ((3, -100.0),), 1.0, -0.5, 2, True)
+    constraints = Constraints("", ((3, -100.0),), 1.0, -0.5, 2, True, 1.2)
     drawing = Drawing(7, 0.0, 0.5, 0, 0.1, ("a", "b"), (7,), constraints, "logit_bias")
     assert request.options == Options(3, -4, True, True, True, 5, None, None, drawing)
     assert (request.tools, request.reads_calls) == ((TOOL,), True)
     assert not chat(tools=[TOOL], tool_choice="none").reads_calls
     assert chat() == chat(
         n=None, seed=None, stop=None, logit_bias={}, presence_penalty=0, user="me", store=False, top_logprobs=0,
-        response_format={"type": "text"}, max_tokens=None, tools=[], tool_choice="auto",
+        repetition_penalty=1, response_format={"type": "text"}, max_tokens=None, tools=[], tool_choice="auto",
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_prompts():
         ({"logit_bias": {"3": 101}}, "logit_bias.3", "from -100 to 100"),
         ({"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "or give 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
         ({"min_p": 2}, "min_p", "from 0 to 1"),
         ({"min_tokens": -1}, "min_tokens", "at least 0"),
         ({"stop_token_ids": [100]}, "stop_token_ids", "from 0 to 99"),

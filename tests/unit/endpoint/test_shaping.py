@@ -115,6 +115,7 @@ def test_forced_calls_and_shapes_beside_calls(tokenizer):
         ({"logit_bias": {"3": 1}}, "logit_bias"),
         ({"frequency_penalty": 1}, "frequency_penalty"),
         ({"ignore_eos": True}, "ignore_eos"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
     ],
 )
 def test_what_is_trained_on_is_drawn_from_the_model_itself(tokenizer, fields, param):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.guides import FOR_EVER, Guide
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.inference.sampler import SamplingTensors, draw
+from megatron_rl.inference.sampler import SamplingTensors, draw, likeliest
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.groups import current_groups
 from megatron_rl.types import Completion, Constraints, Request
@@ -90,6 +91,22 @@ def test_draws_of_biased_and_floored_rows() -> None:
         assert_close(logprob, torch.tensor(chances).log())
 
 
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    """Over prompt and answer, however often a token is there."""
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1)) * 3
+    guide = Guide(Constraints(repetition_penalty=1.7), 6, [5], prompt_ids=(1, 1, 3))
+    assert guide.bias(()).tolist() == [0.0] * 6
+    assert guide.divisor.tolist() == pytest.approx([1, 1.7, 1, 1.7, 1, 1])
+    assert guide.holds_until(4) == 5
+    guide.bias((0,))
+    guide.bias((0, 3, 0))
+    wanted = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 1, 3, 0, 3, 0]]), logits[:1])
+    params = SamplingTensors(torch.zeros(2, dtype=torch.int64), divisor=torch.stack([guide.divisor, torch.ones(6)]))
+    ids, logprobs = likeliest(logits, params)
+    assert_close(logprobs[0], wanted.log_softmax(-1)[0, ids[0]])
+    assert_close(logprobs[1], logits[1].log_softmax(-1)[ids[1]])
+
+
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 3}, {"steps_per_host_read": 1}])
 def test_guided_answers_beside_others(policy: PolicyModel, options: dict[str, object]) -> None:
     """Those of the others are the same to the token, and log-probs are those of the masked distribution."""
@@ -99,8 +116,9 @@ def test_guided_answers_beside_others(policy: PolicyModel, options: dict[str, ob
         request((5, 7, 1), 1, 11, max_new_tokens=4, constraints=Constraints("alternating")),
         request((2,), 2, 12, max_new_tokens=14, constraints=Constraints(presence_penalty=2.0, frequency_penalty=1.0)),
         request((2, 8), 2, 13, max_new_tokens=14, constraints=Constraints(min_tokens=9)),
-        request((4, 4), 2, 14, max_new_tokens=14, constraints=Constraints(ignores_end=True), temperature=0.7),
-    ]
+        request((4, 4), 2, 14, max_new_tokens=14, constraints=Constraints(ignores_end=True, repetition_penalty=1.5),
+                temperature=0.7),
+    ]  # fmt: skip
     alone = generate(policy, rollout_engine(policy, **options), plain)
     sizes = EngineOptions(**{"max_batch_size": 8, "max_sequence_length": 48} | options)
     engine = RolloutEngine(policy, sizes, (END,), letters, current_groups(), grammars=Grammars())
@@ -120,8 +138,10 @@ def test_guided_answers_beside_others(policy: PolicyModel, options: dict[str, ob
 def test_guided_answers_go_on_after_an_interruption(policy: PolicyModel) -> None:
     wanted = [
         request((5, 7), 2, 0, max_new_tokens=14, constraints=Constraints("alternating")),
-        request((2,), 2, 1, max_new_tokens=14, constraints=Constraints(presence_penalty=2.0, min_tokens=9)),
-    ]
+        request((2,), 2, 1, max_new_tokens=14, constraints=Constraints(
+            presence_penalty=2.0, min_tokens=9, repetition_penalty=1.3
+        )),
+    ]  # fmt: skip
     engine = RolloutEngine(policy, EngineOptions(8, 48), (END,), letters, current_groups(), grammars=Grammars())
     at_once = generate(policy, engine, wanted, seed=3)
     with rollout_mode(policy):
@@ -132,7 +152,7 @@ def test_guided_answers_go_on_after_an_interruption(policy: PolicyModel) -> None
 
 
 def _compare(policy: PolicyModel, wanted: Sequence[Request], groups: Sequence[Sequence[Completion]]) -> None:
-    """Recorded log-probs with those of the training forward's logits and each guide's biases."""
+    """Recorded log-probs with those of the training forward's logits, transformers' penalty and each guide's biases."""
     logits, at = packed_logits(policy, packed(wanted, groups))[:, :VOCABULARY].float(), 0
     for asked, group in zip(wanted, groups, strict=True):
         params = asked.sampling
@@ -142,7 +162,9 @@ def _compare(policy: PolicyModel, wanted: Sequence[Request], groups: Sequence[Se
             for place, (token, logprob) in enumerate(
                 zip(completion.token_ids, completion.inference_logprobs, strict=True)
             ):
-                biased = logits[at + place - 1] + guide.bias(completion.token_ids[:place])
+                penalised = RepetitionPenaltyLogitsProcessor(params.constraints.repetition_penalty)
+                seen = torch.tensor([[*asked.prompt_ids, *completion.token_ids[:place]]])
+                biased = penalised(seen, logits[at + place - 1][None])[0] + guide.bias(completion.token_ids[:place])
                 assert abs((biased / params.temperature).log_softmax(-1)[token].item() - logprob) < 1e-5
             at += len(completion.token_ids)
 
