@@ -53,8 +53,8 @@ setup(
         "math-verify>=0.8,<0.10",
     ],
     extras_require={
-        # harness environments and judges; verifiers 0.4 needs a version below 3
-        "agents": ["openai>=2.0,<3"],
+        # harness environments and judges; with verifiers 0.4 a version below 3
+        "agents": ["openai>=2.0,<4"],
         "verifiers": ["verifiers>=0.4,<0.5"],
         # transformers loads quantised exports with these, and asks for these versions
         "export": ["accelerate>=1.1.0,<2", "compressed-tensors>=0.15.0,<0.21"],
@@ -76,7 +76,7 @@ setup(
             "evaluate>=0.4.6,<0.5",
             "gguf>=0.17,<0.20",
             "llguidance>=1.3,<2",
-            "openai>=2.0,<3",
+            "openai>=2.0,<4",
             "peft>=0.18,<0.22",
             "verifiers>=0.4,<0.5",
         ],
