@@ -43,4 +43,6 @@ def test_what_is_not_built_is_refused_by_name(ranks: int, changes: dict[str, obj
 
 def test_it_is_built_as_it_is() -> None:
     assert problems() == []
+    assert problems(beta_fast=1.0) == [], "the bounds of Kimi-K2's YaRN are equal"
+    assert any("--beta-fast 0.5 must be at least --beta-slow 1" in line for line in problems(beta_fast=0.5))
     assert problems(no_rl_mla_absorb=True, rl_rollout_quantization="int8", attention_backend="paged") == []
