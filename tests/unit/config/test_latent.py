@@ -13,7 +13,7 @@ def problems(ranks: int = 1, **changes: object) -> list[str]:
     argv = []
     for name, value in flags.items():
         if value is not False:
-            argv += [f"--{name}"] if value in (None, True) else [f"--{name}", str(value)]
+            argv += [f"--{name}"] if value is None or value is True else [f"--{name}", str(value)]
     return [problem.text for problem in read_config(argv, ranks)[1]]
 
 
