@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", parents=[loading], help="names and descriptions of all environments found")
     listing.set_defaults(run=_list)
     test = commands.add_parser("test", parents=[loading], help="check an environment's tasks and grader")
-    test.add_argument("name", help="a name from 'list', or package.module:Class")
+    test.add_argument("name", help="a name from 'list', package.module:Class, a YAML list, or an entry in braces")
     test.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="repeat as needed")
     test.add_argument("--limit", type=int, default=100, help="tasks graded per split (default 100)")
     test.set_defaults(run=_test)
@@ -110,10 +110,11 @@ def _test(name: str, option: Sequence[str], limit: int, load_timeout: float) -> 
         print(answer.output.rstrip(), file=sys.stderr)
     if answer.problems:
         raise ConfigError(answer.problems)
-    print(answer.result["title"])
-    for check, passed, detail in answer.result["checks"]:
-        print(f"  {check:<15} {_VERDICTS[passed]:<5} {detail}")
-    return 1 if any(passed is False for _, passed, _ in answer.result["checks"]) else 0
+    for tested in answer.result:
+        print(tested["title"])
+        for check, passed, detail in tested["checks"]:
+            print(f"  {check:<15} {_VERDICTS[passed]:<5} {detail}")
+    return 1 if any(passed is False for tested in answer.result for _, passed, _ in tested["checks"]) else 0
 
 
 def _new(name: str, kind: str, folder: Path, load_timeout: float) -> int:

@@ -208,6 +208,7 @@ def answer_parent(works: Mapping[str, Callable[..., Any]]) -> None:
     channel = parent_channel()
     request = receive(channel)
     die_with_parent(request["parent"])
+    adopt_orphans()
     _bound_memory()
 
     def report(key: str, who: str, doing: str) -> None:
@@ -225,6 +226,7 @@ def answer_parent(works: Mapping[str, Callable[..., Any]]) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by a module
         sys.stdout.flush()
         sys.stderr.flush()
+    kill_orphans(())  # such as a tool server of the self-test
     send(channel, answer)
     os._exit(0)  # threads and exit handlers of the modules have no say
 

@@ -12,6 +12,8 @@
   chat_template: short.jinja     # of its chats, in place of --chat-template
   chat_template_kwargs: {enable_thinking: false}    # besides --chat-template-kwargs, and before them
   system_prompt: Be short.       # in place of --system-prompt; "" is none
+  max_turns: 4                   # of a conversation, in place of the environment's
+  mcp: {command: [python, prices.py]}    # a server of tools that the model may call (``mcp.settings``)
   name: long_arithmetic          # only needed to tell two entries of one environment apart
 """
 
@@ -30,7 +32,10 @@ from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.environments.base import RULES as OF_CLASSES
 from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion, whole_number
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
+from megatron_rl.environments.mcp.equipment import equip, with_tools
+from megatron_rl.environments.mcp.settings import ServerSettings
 from megatron_rl.environments.tool_calls import checked_tools
+from megatron_rl.environments.tools import ToolEnvironment
 from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import dumps
@@ -40,7 +45,7 @@ MAX_WEIGHT = 1e9
 MAX_LIST = 2**20
 """Bytes of the YAML file. The safe loader's time grows faster than the file."""
 
-OVERRIDES = ("in_process", "grade_deadline", "run_deadline")
+OVERRIDES = ("in_process", "grade_deadline", "run_deadline", "max_turns")
 """Keys that are attributes of the environment's class."""
 RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]] = {
     "weight": (1.0, (int, float), lambda value: 0 <= value <= MAX_WEIGHT, f"it must be from 0 to {MAX_WEIGHT:g}"),
@@ -58,7 +63,7 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
 """Default of a key, the types and values that it may have besides, and how to say so."""
 SPELLINGS = (("environment", "agent_type"), ("args", "agent_args"))
 """Ours and Megatron's."""
-KEYS = (*chain(*SPELLINGS), *RULES, "chat_template_kwargs")
+KEYS = (*chain(*SPELLINGS), *RULES, "chat_template_kwargs", "mcp")
 
 BeginEntry = Callable[[str, str, str], None]
 """Told, before an author's code runs, the entry's file and line, its name, and what comes next."""
@@ -81,6 +86,7 @@ class EnvironmentSpec:
     """None leaves it to the flags."""
     chat: ChatFormat = ChatFormat()
     """Of prompts that are chats, before what the flags say."""
+    mcp: ServerSettings | None = None
     where: str = field(default="", compare=False)
     """File and line."""
     named: bool = field(default=False, compare=False)
@@ -88,9 +94,12 @@ class EnvironmentSpec:
 
     def create(self) -> Environment:
         """The environment with its options; ``ConfigError`` when it cannot be set up."""
-        environment = find_environment(self.reference).from_options(self.options)
+        found = find_environment(self.reference)
+        environment = (found if self.mcp is None else with_tools(found)).from_options(self.options)
         for name, value in {"evaluation_only": self.evaluation_only, **self.overrides}.items():
             setattr(environment, name, value)
+        if self.mcp is not None:
+            equip(environment, self.mcp)
         try:
             checked_tools(environment.tools)
         except ValueError as error:
@@ -206,6 +215,7 @@ def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -
         if value is not default and not (type(value) in types and is_right(value)):
             problems.append(f"{key} is {shorten(value)}; {wanted}")
     chat = _chat_format(entry, values.pop("chat_template"), values.pop("system_prompt"), problems)
+    values["mcp"] = ServerSettings.of_entry(entry, problems)
     if fault := _fault_of(options := options or {}):
         problems, options = [*problems, fault], {}
     environment = None
@@ -236,12 +246,20 @@ def _unfit_keys(entry: Mapping[str, Any], environment: type[Environment]) -> Ite
         why = "models are measured by it"
         yield f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true"
     if issubclass(environment, HarnessEnvironment):
-        foreign, why = ("in_process", "grade_deadline"), "is of graders, and it is a harness"
+        foreign, why = ("in_process", "grade_deadline", "max_turns"), "is of graders, and it is a harness"
     else:
         foreign, why = ("run_deadline",), "is of harnesses, and it is none"
     for key in foreign:
         if entry.get(key):
             yield f"{environment.name} is given {key}, which {why}; leave it out"
+    has_step = environment.step is not Environment.step
+    if "mcp" not in entry:
+        if entry.get("max_turns") and not has_step and "max_turns" not in foreign:
+            yield f"{environment.name} is given max_turns, but grades the first turn; leave it out"
+    elif issubclass(environment, HarnessEnvironment) or has_step and not issubclass(environment, ToolEnvironment):
+        yield f"{environment.name} is given mcp, but answers calls itself; leave mcp out, or make it a ToolEnvironment"
+    elif entry.get("in_process"):
+        yield f"{environment.name} is given in_process and mcp, whose calls wait; leave in_process out"
 
 
 def _chat_format(entry: Mapping[str, Any], path: object, system_prompt: object, problems: list[str]) -> ChatFormat:

@@ -26,6 +26,7 @@ from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.types import Message, Task
+from megatron_rl.user_files import is_entry
 
 PROGRAM = "megatron_rl.environments.loading"
 MAX_DETAIL = 2_000
@@ -80,27 +81,34 @@ def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
 
 
 def self_test(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
-    """The self-test of the environment ``name`` with ``options`` such as ``max_terms=6``.
+    """The self-test of the environment ``name`` with ``options`` such as ``max_terms=6``, or of those of a list.
 
-    The result has a ``title`` and ``checks``: rows of name, verdict (None: there is nothing to check) and detail.
+    The results have a ``title`` and ``checks``: rows of name, verdict (None: there is nothing to check) and detail.
     """
     return run_in_child(PROGRAM, "inspect", {"name": name, "options": list(options), "limit": limit}, seconds)
 
 
-def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> dict[str, Any]:
-    """The self-test of one environment."""
+def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> list[dict[str, Any]]:
+    """The self-test of one environment, or of the entries of a list."""
 
     def begin(doing: str) -> None:
         report(name, f"environment {name!r}", doing)
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what a data set was left without
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every call of a harness
-    environment_class = find_environment(name, begin)
-    begin("it was set up")
-    environment = environment_class.from_options(_values(options))
-    checks = run_checks(environment, limit, begin)
-    rows = [[check.name, check.passed, one_line(check.detail, MAX_DETAIL)] for check in checks]
-    return {"title": one_line(f"{environment.name}: {environment.description()}"), "checks": rows}
+    is_list = is_entry(name) or name.endswith((".yaml", ".yml"))
+    if is_list and options:
+        raise ConfigError([f"--option {options[0]} is for an environment's name; write it into args of the list"])
+    begin("it was read")
+    found = load_environment_specs(name) if is_list else [find_environment(name, begin)]
+    tested = []
+    for each in found:
+        begin("it was set up")
+        environment = each.create() if is_list else each.from_options(_values(options))
+        checks = run_checks(environment, limit, begin)
+        rows = [[check.name, check.passed, one_line(check.detail, MAX_DETAIL)] for check in checks]
+        tested.append({"title": one_line(f"{environment.name}: {environment.description()}"), "checks": rows})
+    return tested
 
 
 def _values(pairs: Sequence[str]) -> dict[str, object]:

@@ -42,10 +42,12 @@ class Service:
         self.places = threading.BoundedSemaphore(WORKING)
         others = [name for name, each in self.environments.items() if not each.in_process]
         harnesses = [name for name in others if isinstance(self.environments[name], HarnessEnvironment)]
-        graders = [name for name in others if name not in harnesses]
+        callers = [name for name in others if self.specs[name].mcp is not None]
+        graders = [name for name in others if name not in (*harnesses, *callers)]
         self.pool = WorkerPool(**self._needs(graders)) if graders else None
         self.harnesses = WorkerPool.for_harnesses(harness_processes, **self._needs(harnesses)) if harnesses else None
-        self._pools = [pool for pool in (self.pool, self.harnesses) if pool is not None]
+        self.callers = WorkerPool.for_harnesses(WORKING, once=False, **self._needs(callers)) if callers else None
+        self._pools = [pool for pool in (self.pool, self.harnesses, self.callers) if pool is not None]
         self._list_seconds = list_seconds
         self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
         self._reading, self._in_turn = threading.Lock(), threading.Lock()
@@ -83,7 +85,9 @@ class Service:
             with self._in_turn:  # two threads that compute at once are no faster, and delay the health route
                 return [judge(environment, item) for item in items]
         spec, lowest, deadline = self.specs[name], environment.reward_range[0], environment.grade_deadline
-        return self.pool.grade(spec.reference, spec.options, items, deadline, lowest)
+        if spec.mcp is None:
+            return self.pool.grade(spec.reference, spec.options, items, deadline, lowest)
+        return self.callers.grade(spec.reference, spec.options, items, deadline, lowest, environment.mcp_served)
 
     def run(self, name: str, runs: Sequence[HarnessRun], gone: Callable[[], bool]) -> list[Grade]:
         """One result for each sample of a harness, in order; none when whoever asked is ``gone``."""

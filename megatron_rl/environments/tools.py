@@ -39,6 +39,10 @@ SIMPLE: Mapping[Any, str] = {
 LONGEST_ERROR = 500
 
 
+class CallFailed(Exception):
+    """A tool raises it to have a call answered with an error of its own words."""
+
+
 class tool:
     """Makes a method a tool: its type hints and docstring are the schema. A parameter of the type `Task` gets the task
     and is not the model's to give.
@@ -96,7 +100,7 @@ class ToolEnvironment(ConversationEnvironment):
     """Characters of a result; what is longer is cut."""
     most_calls: int = 32
     """Calls of one turn that are made."""
-    _tools: ClassVar[Mapping[str, tool]] = {}
+    _tools: Mapping[str, tool] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -134,13 +138,16 @@ class ToolEnvironment(ConversationEnvironment):
         """What the model reads, and whether that is an error."""
         if call.problem:
             return f"Error: {call.problem}", True
+        is_bad = False
         try:
             text = self._tools[call.name].run(self, task, call.arguments)
         except (EnvironmentFault, MemoryError):  # not the model's fault
             raise
+        except CallFailed as failure:
+            text, is_bad = f"Error: {failure}", True
         except Exception as error:  # noqa: BLE001 - an author's code may raise anything
             return f"Error: {one_line(f'{type(error).__name__}: {error}', LONGEST_ERROR)}", True
-        return text if len(text) <= self.longest_result else f"{text[: self.longest_result]} ... (cut)", False
+        return text if len(text) <= self.longest_result else f"{text[: self.longest_result]} ... (cut)", is_bad
 
     def _message(self, task: Task, number: str, text: str) -> Message:
         content = self.text_result.format(text) if isinstance(task.prompt, str) else text

@@ -234,8 +234,8 @@ class _Worker:
 
 def _bound(settings: Mapping[str, Any]) -> None:
     """Binds this process, the size of files aside for good: a grader to a little memory and few files, none written."""
-    # a browser reserves more addresses than there is memory: of a harness, what is written to counts
-    memory = resource.RLIMIT_DATA if settings["scratch"] else resource.RLIMIT_AS
+    # a browser or Node reserves more addresses than there is memory: of what starts programs, what is written to counts
+    memory = resource.RLIMIT_DATA if settings["file_mb"] else resource.RLIMIT_AS
     bounds = {
         memory: settings["memory_mb"] * 2**20,
         resource.RLIMIT_NOFILE: settings["open_files"],
@@ -260,7 +260,8 @@ def _work(channel: Connection) -> None:
 def _answer(request: Mapping[str, Any]) -> Grade:
     """The result of one request, whatever the grader does short of killing the process."""
     try:
-        environment = _environment(request["environment"], dumps(request["options"]))
+        served = dumps(request["mcp"]) if "mcp" in request else ""
+        environment = _environment(request["environment"], dumps(request["options"]), served)
         if "client" in request:
             from megatron_rl.environments.harness import run_harness  # needs an extra, and graders do without
 
@@ -280,9 +281,15 @@ _class = lru_cache(maxsize=64)(find_environment)
 
 
 @lru_cache(maxsize=64)
-def _environment(reference: str, options: str) -> Any:
-    """Made once for each worker; a grader keeps nothing between two calls."""
-    return _class(reference).from_options(loads(options))
+def _environment(reference: str, options: str, served: str = "") -> Any:
+    """Made once for each worker; a grader keeps nothing between two calls, but for a connection to its tool server."""
+    if not served:
+        return _class(reference).from_options(loads(options))
+    from megatron_rl.environments.mcp.equipment import with_tools  # no other environment needs it
+
+    environment = with_tools(_class(reference)).from_options(loads(options))
+    environment.mcp_add(loads(served))
+    return environment
 
 
 if __name__ == "__main__":

@@ -78,22 +78,25 @@ class WorkerPool:
 
     @classmethod
     def for_harnesses(
-        cls, processes: int, environments: Sequence[tuple[str, Mapping[str, Any]]], variables: Collection[str] = ()
-    ) -> Self:
-        """A pool in which each sample has a process of its own, at most so many at once."""
+        cls, processes: int, environments: Sequence[tuple[str, Mapping[str, Any]]], variables: Collection[str] = (),
+        once: bool = True,
+    ) -> Self:  # fmt: skip
+        """A pool in which each sample has a process of its own, at most so many at once; without ``once`` graders that
+        start programs."""
         bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
-        bounds |= {"preload": HARNESS_PRELOAD, "once": True}
+        bounds |= {"preload": HARNESS_PRELOAD if once else PRELOAD, "once": once}
         return cls(processes, environments=environments, variables=variables, **bounds)
 
     def grade(
-        self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float
-    ) -> list[Grade]:
+        self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float,
+        mcp: Mapping[str, Any] | None = None,
+    ) -> list[Grade]:  # fmt: skip
         """The results of an environment's samples or steps, in order; each try may take ``deadline_s``.
 
         A completion that ran its grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict
         ``timeout``. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
         """
-        environment = {"environment": reference, "options": dict(options)}
+        environment = {"environment": reference, "options": dict(options), **({"mcp": mcp} if mcp else {})}
         futures = [self._ask(environment | item_to_json(item), deadline_s)[1] for item in items]
         results = [future.result() for future in futures]
         late = Grade(lowest, status="timeout", correct=False)
@@ -127,7 +130,7 @@ class WorkerPool:
     def close(self) -> None:
         """Ends all workers; requests that wait fail with ``EnvironmentFault``."""
         self._closed = True
-        if self._once:
+        if self._settings["file_mb"]:  # else its workers start nothing
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as end:
                 end.shutdown(socket.SHUT_WR)  # it then ends what the samples have started, and removes their files
             self._reader.join(CLOSE_SECONDS)
