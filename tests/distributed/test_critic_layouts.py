@@ -25,28 +25,30 @@ from tests.support.ranks import run_ranks
 
 GAE = {"rl_advantage": "gae", "rl_gae_lambda": 0.9, "rl_critic_lr": 2e-3, "rl_critic_clip_range": 0.05}
 ADAPTERS = {"lora_rank": 4, "rl_critic_lora_rank": 2}
-SHARED_BASE = "on the policy's base"
 CASES: dict[str, dict[str, Any]] = {
     "plain": GAE,
     "tied": GAE | TIED,
     "experts": GAE | EXPERTS | {"rl_router_replay": True},
     "balanced": GAE | EXPERTS | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
     "overlaps, few": GAE | OVERLAP | FEW,
-    SHARED_BASE: GAE | ADAPTERS,
-    f"{SHARED_BASE}, tied": GAE | ADAPTERS | TIED,
-    f"{SHARED_BASE}, experts": GAE | ADAPTERS | EXPERTS | OVERLAP,
+    "on the policy's base": GAE | ADAPTERS | TIED,
 }
+LONG_CASES = {"on the policy's base": CASES["on the policy's base"], "and experts": GAE | ADAPTERS | EXPERTS | OVERLAP}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "TP2, sequence-parallel": (2, TENSOR, ["plain", "experts", SHARED_BASE, f"{SHARED_BASE}, experts"]),
-    "PP2": (2, STAGES, ["plain", "tied", f"{SHARED_BASE}, tied"]),
-    "PP2 x VPP2": (2, VIRTUAL, ["plain", SHARED_BASE]),
-    "CP2": (2, CONTEXT, ["plain", SHARED_BASE]),
-    "EP2": (2, SHARED, ["experts", "balanced", f"{SHARED_BASE}, experts"]),
+    "TP2, sequence-parallel": (2, TENSOR, ["plain", "experts", "on the policy's base"]),
+    "PP2": (2, STAGES, ["plain", "tied", "on the policy's base"]),
+    "PP2 x VPP2": (2, VIRTUAL, ["plain"]),
+    "CP2": (2, CONTEXT, ["plain"]),
+    "EP2": (2, SHARED, ["experts", "balanced"]),
     "DP2": (2, {}, ["plain", "overlaps, few"]),
     "CP2 x TP2, sequence-parallel": (4, CONTEXT | TENSOR, ["plain"]),
     "PP2 x DP2": (4, STAGES, ["overlaps, few"]),
+    "PP2 x VPP2, long": (2, VIRTUAL, ["on the policy's base"]),
+    "CP2, long": (2, CONTEXT, ["on the policy's base"]),
+    "TP2, sequence-parallel, long": (2, TENSOR, ["and experts"]),
+    "EP2, long": (2, SHARED, ["and experts"]),
 }
-"""Ranks, sizes, cases."""
+"""Ranks, sizes, cases; of `LONG_CASES` where the name says so."""
 
 
 class Results:
@@ -58,13 +60,14 @@ class Results:
 
     def of(self, layout: str, case: str) -> Found:
         """A layout, or ``one rank``."""
-        world_size, parallel, names = LAYOUTS.get(layout, (1, {}, [*CASES]))
+        known = LONG_CASES if layout.endswith("long") else CASES
+        world_size, parallel, names = LAYOUTS.get(layout, (1, {}, [*known]))
         folder = self._folder / layout
         if layout not in self._metrics:
             folder.mkdir()
             self._metrics[layout] = run_ranks(
                 "tests.distributed.layout_programs:train", world_size, timeout=600,
-                folder=str(folder), parallel=parallel, cases={name: CASES[name] for name in names},
+                folder=str(folder), parallel=parallel, cases={name: known[name] for name in names},
             )  # fmt: skip
         return [metrics[case] for metrics in self._metrics[layout]], of_all_ranks(folder, case, world_size)
 
@@ -77,13 +80,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(layout, case, marks=[pytest.mark.long] if ranks > 2 else [])
+        pytest.param(layout, case, marks=[pytest.mark.long] if ranks > 2 or layout.endswith("long") else [])
         for layout, (ranks, _, cases) in LAYOUTS.items()
         for case in cases
     ],
 )
 def test_as_on_one_rank(results: Results, layout: str, case: str) -> None:
     found = results.of(layout, case)
-    assert_equal(found, results.of("one rank", case))
+    assert_equal(found, results.of("one rank, long" if layout.endswith("long") else "one rank", case))
     assert found[1].keys() >= {"values", "critic's weights"}
     assert all(step["critic/vf_clipfrac"] < 1 for step in found[0][0])
