@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -111,7 +112,9 @@ def test_a_callback_that_raises_is_named_and_loses_no_step(workshop, capfd):
     assert (directory / "checkpoints" / "step_0000002").is_dir()
 
 
-def test_only_rank_0_calls_and_its_stop_ends_all_ranks(workshop):
+@pytest.fixture(scope="module")
+def source(workshop) -> Path:
+    """A file with callbacks, as `--callbacks` names it."""
     source = workshop.folder / "own.py"
     source.write_text(textwrap.dedent("""
         import os
@@ -131,6 +134,10 @@ def test_only_rank_0_calls_and_its_stop_ends_all_ranks(workshop):
             def on_rollouts(self, run, step, samples):
                 raise KeyError("reward_of")
     """))
+    return source
+
+
+def test_only_rank_0_calls_and_its_stop_ends_all_ranks(workshop, source):
     ended = run(workshop.rl("two", callbacks=f"{source}:Stop", rl_log_rollouts=0), ranks=2).check()
     directory = workshop.run_dir("two")
     assert [(directory / f"seen_{step}").read_text() for step in (1, 2)] == ["16", "16"]
@@ -139,6 +146,9 @@ def test_only_rank_0_calls_and_its_stop_ends_all_ranks(workshop):
     assert "asked to stop (by a callback): saving step 2" in ended.output
     assert not list(directory.glob("rollouts/step_*")), "--rl-log-rollouts 0 holds"
 
+
+@pytest.mark.long
+def test_what_a_callback_of_two_ranks_raises_ends_both_after_a_save(workshop, source):
     ended = run(workshop.rl("two_broken", callbacks=f"{source}:Broken"), ranks=2)
     assert 1 in ended.codes and "callback Broken: on_rollouts of step 1 failed: KeyError('reward_of')" in ended.output
     assert (workshop.run_dir("two_broken") / "checkpoints" / "step_0000001").is_dir()

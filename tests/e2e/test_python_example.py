@@ -11,6 +11,7 @@ from tests.support.ranks import REPOSITORY
 from tests.support.runs import facts_of, rows_of
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_it_trains_both_ways_and_ends_at_the_wanted_reward(tmp_path: Path, capfd):
     example = runpy.run_path(str(Path(REPOSITORY, "examples", "python", "train.py")))
