@@ -91,11 +91,13 @@ LONG = {
         "recompute_full", "fused_output_layer", "entropy_and_correction", "several_updates",
         "fused_output_layer+overlap",
     },
-    "tensor+sequence": _IN_OVERLAP | _ONE_COPY | {"qk_layernorm"},
+    "tensor+sequence": _SHAPES | _IN_OVERLAP | _ONE_COPY | {
+        "recompute_full", "fused_output_layer", "entropy_and_correction",
+    },
     "tensor+data": {*MODELS, *OPTIMIZERS},
 }  # fmt: skip
-"""What only ``--long`` runs. Replicas do not know what a layer is made of; ``tensor+sequence`` goes through all layers,
-of which ``fewer_groups_than_ranks`` and ``experts`` have qk_layernorm. Overlap has the distributed optimizer too, and
+"""What only ``--long`` runs. Replicas do not know what a layer is made of; ``fewer_groups_than_ranks`` and ``experts``
+have qk_layernorm, and test_layouts.py has fused and recomputed layers. Overlap has the distributed optimizer too, and
 only replicas can have too few groups."""
 
 

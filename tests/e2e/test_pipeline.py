@@ -49,12 +49,12 @@ MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
 NUMBERS = ("train/loss", "actor/grad_norm", "actor/params_norm", "perf/total_num_tokens")
 
 
-LONG = "loops, whole optimizer"
-"""Without ``--long``: loops with the distributed optimizer, and experts with a whole one."""
+LONG = {"tied", "experts", "loops, whole optimizer"}
+"""Without ``--long``: untied weights and loops with the distributed optimizer, and experts with a whole one."""
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if name == LONG else []) for name in MODELS]
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in MODELS]
 )
 def runs(request: pytest.FixtureRequest, workshop: Any) -> str:
     """Whole runs of one of `MODELS`, and their second halves where another layout goes on."""
