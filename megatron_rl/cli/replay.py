@@ -83,6 +83,8 @@ def main(words: Sequence[str]) -> int:
         if refusal := path_refusal(words[0]):
             raise ConfigError([f"RUN {refusal}"])
         choice, flags = take(Choice, words[1:])
+        if choice.json is not None and not Path(choice.json).absolute().parent.is_dir():
+            raise ConfigError([f"--json {choice.json} cannot be written; name a file in a directory that is there"])
         with tempfile.TemporaryDirectory(prefix="replay_") as folder:
             directory = RunDirectory(Path(words[0]))
             config = replayed_config(directory, choice, Path(folder), flags)
@@ -109,9 +111,13 @@ def replayed_config(directory: RunDirectory, choice: Choice, folder: Path, flags
         raise ConfigError([fault])
     from megatron_rl.checkpoint.layout import list_checkpoints, step_of
 
-    earlier = [path for path in list_checkpoints(Path(settings["save"])) if step_of(path) < choice.step]
+    save, own = settings["save"], f"{settings['run_dir']}/"
+    root = directory.path / save.removeprefix(own) if save.startswith(own) else Path(save)  # it may have been moved
+    earlier = [path for path in list_checkpoints(root) if step_of(path) < choice.step]
     if earlier:
         settings |= {"load": str(earlier[-1]), "finetune": False}
+    elif settings["load"] == save:  # which holds later steps alone
+        settings |= {"load": None}
     asked = read_flags(flags)
     kept: dict[str, Any] = {"run_dir": str(folder / "run"), "wandb_mode": "disabled"}
     for each in all_flags():
@@ -163,6 +169,7 @@ def _replayed(config: RLConfig, choice: Choice) -> tuple[Replayed, Any]:
     try:
         with open_run(config, platform, groups, open_tokenizer(config), stop, ["megatron-rl", "replay"]) as base:
             run = rl.build(base)
+            stop.started()  # from now on a Ctrl-C asks for an end, and leaves nothing behind
             begin = run.progress.step
 
             def take_step(run: rl.RLRun, step: int) -> TrainOutcome | None:

@@ -148,7 +148,8 @@ class _Watched:
 
 
 def _denominator(objective: PolicyObjective, batch: TokenBatch) -> torch.Tensor:
-    mask = trusted_mask(batch.loss_mask, batch.inference_logprobs, batch.old_logprobs, batch.ref_logprobs)
+    known = batch.inference_logprobs, batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs
+    mask = trusted_mask(batch.loss_mask, *known)
     weighed = replace(batch, loss_mask=mask)
     return token_weights(objective.aggregation, weighed, objective.aggregation_constant)[1]
 

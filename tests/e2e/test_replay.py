@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_rl import cli
+from megatron_rl.cli.replay import Choice, replayed_config
+from megatron_rl.metrics.rundir import RunDirectory
 from tests.support.runs import Outcome, records_of, rows_of, run_many
 
 STEPS = 4
@@ -79,6 +83,7 @@ def test_a_group_that_is_the_step_has_its_gradient(replayed, workshop):
         (("--step", 4, "--sample", 4), "--sample 4: a group has 4 samples, 0 to 3"),
         (("--step", 4, "--group", 4), "--group 4: a step has 4 groups"),
         (("--step", "x"), "--step"),
+        (("--step", 4, "--json", "/nowhere/x.json"), "--json /nowhere/x.json cannot be written"),
         (("--step", 4, "--stepp", 3), "--stepp is not a flag"),
     ],
 )
@@ -86,6 +91,22 @@ def test_what_cannot_be_shown_is_said_in_a_line(replayed, workshop, capsys, word
     code, text = _replay(capsys, workshop.run_dir("several"), *words)
     assert code == 2
     assert fault in text and len(text.splitlines()) == 2, text
+
+
+def test_where_it_begins(replayed, workshop, tmp_path):
+    """A run that was moved has its checkpoints below it; one told to load its own does not begin after the step."""
+    moved = tmp_path / "moved"
+    shutil.copytree(workshop.run_dir("several"), moved)
+
+    def load(step: int) -> str | None:
+        return replayed_config(RunDirectory(moved), Choice(step=step), tmp_path, []).checkpoint.load
+
+    assert load(4) == load(3) == str(moved / "checkpoints" / "step_0000002")
+    assert load(2) is None
+    settings = yaml.safe_load((moved / "config.yaml").read_text())
+    settings["checkpoint"]["load"] = settings["checkpoint"]["save"]
+    (moved / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert load(2) is None and load(4) == str(moved / "checkpoints" / "step_0000002")
 
 
 def _replay(capsys: pytest.CaptureFixture[str], run: Path, *words: Any) -> tuple[int, str]:
