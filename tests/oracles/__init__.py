@@ -1,1 +1,1 @@
-"""What the product computes, computed again by transformers and plain torch; see docs/oracles.md."""
+"""What the product computes, computed again by transformers and plain torch; see docs/measurements/oracles.md."""

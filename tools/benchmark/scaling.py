@@ -1,6 +1,6 @@
 """Large models on 8 to 512 GPUs, on paper: which layout for which model, and what bounds it. Nothing is measured.
 
-    python tools/benchmark/scaling.py      prints the tables of docs/scaling.md
+    python tools/benchmark/scaling.py      prints the tables of docs/measurements/on_paper.md
 
 Assumed, beside the numbers of the machines below:
 
@@ -216,7 +216,7 @@ def side_by_side(context: int = 16384, samples: int = 1024) -> str:
 
 
 def tables() -> str:
-    """The tables of docs/scaling.md, from which a test knows when it is out of date."""
+    """Return the tables of docs/measurements/on_paper.md, from which a test knows when it is out of date."""
     return "\n\n".join(by_size(model) for model in MODELS)
 
 

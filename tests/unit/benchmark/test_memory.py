@@ -1,4 +1,4 @@
-"""The table of docs/memory.md: bytes of the ranks of a layout, measured and estimated."""
+"""The table of docs/measurements/memory.md: bytes of the ranks of a layout, measured and estimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/scaling.md by hand, and against the estimate of a run."""
+"""The arithmetic of docs/measurements/on_paper.md by hand, and against the estimate of a run."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tools.benchmark.on_paper.seconds import (
 )
 from tools.benchmark.on_paper.sizes import Layout, Model, memory
 
+PAPER = (Path(__file__).parents[3] / "docs" / "measurements" / "on_paper.md").read_text(encoding="utf-8")
 DENSE = Model("dense", layers=4, hidden=8, query=8, groups=2, group_width=4, attention=100, dense=300, expert=0,
               experts=0, active=0, head=160, has_head_norms=False)  # fmt: skip
 MOE = dataclasses.replace(DENSE, name="moe", dense=0, expert=48, experts=8, active=2)
@@ -198,15 +199,13 @@ def test_layouts_that_are_tried() -> None:
 
 
 def test_the_document_has_these_tables() -> None:
-    document = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
-    assert scaling.tables() in document, "run tools/benchmark/scaling.py and put its tables into docs/scaling.md"
+    assert scaling.tables() in PAPER, "run tools/benchmark/scaling.py for docs/measurements/on_paper.md"
 
 
 def test_decode_steps_on_paper_are_those_of_the_document():
     """A 7B in bf16, batch 1 and 1k of context: 7.6e9 numbers less the embedding, and 57,344 bytes of cache a token."""
-    document = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
     for row in decode.rows():
-        assert f"| {' | '.join(row)} |" in document, "run tools/benchmark/on_paper/decode.py for docs/performance.md"
+        assert f"| {' | '.join(row)} |" in PAPER, "run tools/benchmark/on_paper/decode.py for it"
     model, ranks, cached = decode.MODELS[1]
     floor, _, launches = decode.decode(model, ranks, 1, cached, "bf16")
     weights = 28 * (3584 * (28 + 8) * 128 + 3584 * 3584 + 3 * 3584 * 18944) + 152064 * 3584
@@ -216,9 +215,8 @@ def test_decode_steps_on_paper_are_those_of_the_document():
 
 def test_training_on_paper_is_that_of_the_document():
     """A 7B in fp8, both passes: products of linears count half; the head, 545e6 numbers, and attention do not."""
-    document = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
     for row in training.rows():
-        assert f"| {' | '.join(row)} |" in document, "run tools/benchmark/on_paper/training.py for docs/performance.md"
+        assert f"| {' | '.join(row)} |" in PAPER, "run tools/benchmark/on_paper/training.py for it"
     floor, _ = training.training(decode.MODELS[1][0], "fp8 both")
     linears = 28 * (3584 * (28 + 8) * 128 + 3584 * 3584 + 3 * 3584 * 18944)
     scores = 3 * 8192 * 28 * 2 * 3584 * 2048
