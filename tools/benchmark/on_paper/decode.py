@@ -1,6 +1,6 @@
 """Decode steps on one H200, on paper: the time to read their bytes once, and what is expected with today's kernels.
 
-    python -m tools.benchmark.on_paper.decode      prints the table of docs/measurements/on_paper.md; nothing is measured
+    python -m tools.benchmark.on_paper.decode   prints a table of docs/measurements/on_paper.md; nothing is measured
 
 Expected is the sum of: weights, cache and logits at the shares of the copy rate that kernels reach; 2 us for a launch
 in a CUDA graph, with the launches that `tests/unit/models/test_rollout_launches.py` counts; 12 us for each all-reduce.

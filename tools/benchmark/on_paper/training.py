@@ -1,6 +1,6 @@
 """A training micro-batch on one H200, on paper: forward and backward pass of 8,192 tokens in sequences of 2,048.
 
-    python -m tools.benchmark.on_paper.training      prints the table of docs/measurements/on_paper.md; nothing is measured
+    python -m tools.benchmark.on_paper.training  prints a table of docs/measurements/on_paper.md; nothing measured
 
 The floor is the arithmetic of products and attention at the peak that a bf16 product reached on such a machine; a
 product of fp8 counts half. Expected is the sum of: products and attention at the rates that kernels reach, what layers
