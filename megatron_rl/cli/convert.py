@@ -1,7 +1,8 @@
-"""megatron-rl convert FILE > run.yaml: write a configuration of verl or TRL as ours.
+"""megatron-rl convert FILE > run.yaml: write a configuration of TRL, verl, SkyRL or NeMo-RL as ours.
 
-FILE is verl's or TRL's YAML, or a Python file that calls GRPOConfig(...) or LoraConfig(...), which is parsed and never
-run. What has no counterpart becomes a comment with the reason. The table is that of docs/coming_from.md.
+FILE is a YAML file of theirs, a Python file that calls GRPOConfig(...) or LoraConfig(...), or a shell script that gives
+settings as overrides (data.train_batch_size=64); Python and scripts are parsed and never run. What has no counterpart
+becomes a comment with the reason. The table is that of docs/coming_from.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -25,7 +27,26 @@ from megatron_rl.user_files import read_text
 
 OPERATIONS = {" × ": math.prod, " + ": sum, " / ": lambda pair: pair[0] // pair[1]}
 VALUES = {"low_var_kl": "k3", "mse": "k2", "kl": "k1", "seq-mean-token-mean": "sequence-mean", "vanilla": "clip",
-          "adamw_torch": "adam", "constant_with_warmup": "constant", "all-linear": "all"}  # fmt: skip
+          "adamw_torch": "adam", "constant_with_warmup": "constant", "all-linear": "all", "regular": "clip",
+          "dual_clip": "clip", "reinforce++": "reinforce_plus_plus", "token_mean": "token-mean",
+          "sequence_mean": "sequence-mean", "seq_mean_token_sum_norm": "constant"}  # fmt: skip
+ONLY_WITH: dict[str, tuple[str, object]] = {
+    "actor.kl_loss_coef": ("actor.use_kl_loss", True),
+    "algorithm.norm_adv_by_std_in_grpo": ("algorithm.adv_estimator", "grpo"),
+    "trainer.algorithm.kl_loss_coef": ("trainer.algorithm.use_kl_loss", True),
+    "trainer.algorithm.clip_ratio_c": ("trainer.algorithm.policy_loss_type", "dual_clip"),
+    "trainer.algorithm.grpo_norm_by_std": ("trainer.algorithm.advantage_estimator", "grpo"),
+    "trainer.algorithm.tis_imp_ratio_cap": ("trainer.algorithm.use_tis", True),
+    "trainer.algorithm.value_clip": ("trainer.algorithm.advantage_estimator", "gae"),
+    "trainer.critic.optimizer_config.lr": ("trainer.algorithm.advantage_estimator", "gae"),
+}
+"""Settings that act where another one has this value."""
+DEFAULTS = {"algorithm.adv_estimator": "grpo", "trainer.algorithm.advantage_estimator": "grpo",
+            "trainer.algorithm.use_kl_loss": True}  # fmt: skip
+"""Defaults of theirs, of settings in ``ONLY_WITH``."""
+VARIABLE = r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)"
+"""A variable of a shell script: ``${NAME}``, ``${NAME:-default}`` or ``$NAME``."""
+NONE = "there is no setting here"
 CALLS = {"GRPOConfig": "", "LoraConfig": "peft_config."}
 """Calls that are read of a Python file, and what is put before their keywords."""
 
@@ -51,11 +72,31 @@ def settings_of(path: str) -> dict[str, Any]:
         before = [(each, CALLS.get(ast.unparse(each.func).rpartition(".")[2])) for each in calls]
         words = [(name, word) for each, name in before if name is not None for word in each.keywords if word.arg]
         found = {name + word.arg: _literal(word.value) for name, word in words}
+    elif path.endswith(".sh"):
+        found = dict(_overrides(text))
     else:
         found = yaml.safe_load(text)
     if not isinstance(found, Mapping) or not found:
-        raise ValueError("it has no settings; give verl's or TRL's YAML, or a Python file with GRPOConfig(...)")
-    return {key.removeprefix("actor_rollout_ref."): value for key, value in _flat(found, "")}
+        raise ValueError(
+            "it has no settings; give a YAML file, a Python file with GRPOConfig(...), or a script with overrides"
+        )
+    flat = dict(_flat(found, ""))
+    for key, value in flat.items():
+        name = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
+        flat[key] = flat.get(name[1], value) if name else value
+    return {key.removeprefix("actor_rollout_ref."): value for key, value in flat.items()}
+
+
+def _overrides(script: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that a shell script gives as ``dotted.name=value``, with the script's own variables put in."""
+    variables: dict[str, str] = {}
+    for word in shlex.split(script.replace("\\\n", " "), comments=True):
+        name, sign, text = word.lstrip("+").partition("=")
+        text = re.sub(VARIABLE, lambda found: variables.get(found[1] or found[3], found[2] or found[0]), text)
+        if sign and re.fullmatch(r"[A-Za-z_]\w*", name):
+            variables[name] = text
+        elif sign and re.fullmatch(r"[a-z_]\w*(\.\w+)+", name):
+            yield name, yaml.safe_load(text)
 
 
 def _literal(node: ast.expr) -> object:
@@ -68,13 +109,17 @@ def _literal(node: ast.expr) -> object:
 def _flat(values: Mapping[Any, Any], before: str) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         nested = isinstance(value, Mapping) and name != "chat_template_kwargs"
+        if nested and value.get("enabled") is False:
+            value = {"enabled": False}  # nothing else of a section that is off has an effect
         yield from _flat(value, f"{before}{name}.") if nested else [(f"{before}{name}", value)]
 
 
 def converted(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of our file: a flag each, then comments."""
     flags: dict[str, str | list[str]] = {"perform-rl-step": "true"}
-    comments: dict[str, str | None] = dict.fromkeys(settings, "there is no such setting here")
+    comments: dict[str, str | None] = dict.fromkeys(settings, NONE)
+    switches = {name: on for name, on in settings.items() if name.endswith(".enabled")}
+    comments |= {name: None if on else "its section is off" for name, on in switches.items()}
     for line in files("megatron_rl.config").joinpath("foreign_flags.txt").read_text(encoding="utf-8").splitlines():
         left, right = line.split(" | ")
         sign = next((sign for sign in OPERATIONS if sign in left), ", ")
@@ -102,24 +147,25 @@ def _one(
     """Add what one name of a row says to ``flags``, or why not to ``comments``."""
     key, _, wanted = name.partition("=")
     value, words = settings.get(key), use.split()
+    if value is not None and wanted and str(value).lower() != wanted.lower() and comments[key] == NONE:
+        comments[key] = f"{NONE} for this value"
     if value is None or (wanted and str(value).lower() != wanted.lower()):
         return
-    if name == "actor.kl_loss_coef" and not settings.get("actor.use_kl_loss"):
-        comments[key] = "actor.use_kl_loss is off"
+    other, needed = ONLY_WITH.get(key, ("", None))
+    if other and settings.get(other, DEFAULTS.get(other)) != needed:
+        comments[key] = f"{other} is off" if needed is True else f"it is of {other.rpartition('.')[2]} {needed} alone"
     elif use.startswith("--lora-") and (why := _why_not_lora(key, use, settings, flags)) is not None:
         comments[key] = why or None
-    elif key.startswith("algorithm.norm_adv") and settings.get("algorithm.adv_estimator", "grpo") != "grpo":
-        comments[key] = "it is of adv_estimator grpo alone"
-    elif "${" in str(value):
+    elif "$" in str(value):
         comments[key] = f"it refers to another setting; {use}"
     elif not use or use.startswith(("torchrun", "--langrl", "--wandb-project")) and (wanted or "wandb" not in use):
         comments[key] = f"use {use}" if use else "docs/coming_from.md says why there is none"
-    elif key == "actor.use_kl_loss" or (len(words) > 1 and not wanted and value is False):
+    elif key.endswith(".use_kl_loss") or (len(words) > 1 and not wanted and value is False):
         comments[key] = None
     else:
         values = value if isinstance(value, list) else [value]
         texts = [json.dumps(each) if isinstance(each, Mapping) else str(VALUES.get(str(each), each)) for each in values]
-        words = words if len(words) > 1 else [use, "X"]
+        words = words if len(words) > 1 else [use, "true" if wanted else "X"]
         for flag, given in zip(words[::2], words[1::2], strict=True):
             known = next(each for each in all_flags() if flag.removeprefix("--") in each.spellings)
             try:

@@ -1,4 +1,4 @@
-"""`megatron-rl convert`: configurations of verl and TRL as ours, row by row of the table of docs/coming_from.md."""
+"""`megatron-rl convert`: configurations of other trainers as ours, row by row of the table of docs/coming_from.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_rl import cli
-from megatron_rl.cli.convert import converted
+from megatron_rl.cli.convert import ONLY_WITH, converted
 from megatron_rl.config.arguments import foreign_flags, read_flags
 
 VERL = """
@@ -32,8 +32,44 @@ open("ran", "w")
 """
 
 
+SKYRL = """
+set -x
+# colocated, on one machine
+DATA_DIR="$HOME/data/gsm8k"
+NUM_GPUS=4
+: "${LOGGER:=console}"
+uv run --isolated --extra vllm -m skyrl_train.entrypoints.main_base \\
+  data.train_data="['$DATA_DIR/train.parquet']" \\
+  trainer.algorithm.advantage_estimator="grpo" \\
+  trainer.policy.model.path="DIR" \\
+  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \\
+  trainer.train_batch_size=1024 trainer.policy_mini_batch_size=256 generator.n_samples_per_prompt=5 \\
+  trainer.policy.optimizer_config.lr=1.0e-6 trainer.algorithm.use_kl_loss=true \\
+  +trainer.algorithm.kl_loss_coef=0.01 trainer.algorithm.clip_ratio_c=3.0 trainer.algorithm.policy_loss_type=regular \\
+  trainer.max_prompt_length=512 generator.sampling_params.max_generate_length=1024 \\
+  trainer.ckpt_path="${CKPTS:-out}" $@
+"""
+NEMO = """
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_steps: 500, normalize_rewards: true,
+       use_leave_one_out_baseline: true, async_grpo: {enabled: false, max_trajectory_age_steps: 1}}
+loss_fn: {reference_policy_kl_penalty: 0.01, ratio_clip_min: 0.2, ratio_clip_max: 0.28, token_level_loss: true}
+policy:
+  model_name: DIR
+  train_global_batch_size: 512
+  max_total_sequence_length: 512
+  precision: bfloat16
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 2}
+  megatron_cfg: {enabled: false, tensor_model_parallel_size: 8, optimizer: {lr: 9.0e-6}}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6, betas: [0.9, 0.999]}}
+  max_grad_norm: 1.0
+  generation: {max_new_tokens: 256, temperature: 1.0, top_k: null}
+logger: {wandb: {project: math, name: "${policy.model_name}"}}
+cluster: {gpus_per_node: 8}
+"""
+
+
 PARTS = {"max_prompt_length", "gradient_accumulation_steps", "generation_batch_size", "data.max_prompt_length",
-         "actor.ppo_mini_batch_size"}  # fmt: skip
+         "actor.ppo_mini_batch_size", "trainer.policy_mini_batch_size", "trainer.max_prompt_length"}  # fmt: skip
 """Words that mean something with another one alone."""
 
 
@@ -58,7 +94,7 @@ def test_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert comments == [
         "# data.train_files: x.parquet  (use --langrl-env-config)",
-        "# actor.strategy: fsdp  (there is no such setting here)",
+        "# actor.strategy: fsdp  (there is no setting here)",
         "# trainer.test_freq: -1  (--eval-interval must be at least 1, got -1)",
         "# trainer.experiment_name: ${trainer.project_name}  (it refers to another setting; --wandb-exp-name)",
     ]
@@ -75,17 +111,54 @@ def test_trls_python_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.Capt
     assert [line.partition(":")[0] for line in comments] == names
 
 
+def test_skyrls_script_of_overrides_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, comments = _convert(tmp_path / "run.sh", SKYRL, capsys)
+    assert {name: str(value) for name, value in flags.items()} == {
+        "perform-rl-step": "True", "load-hf": "DIR", "grpo-prompts-per-step": "1024", "grpo-group-size": "5",
+        "global-batch-size": "1280", "rl-max-new-tokens": "1024", "seq-length": "1536", "lr": "1e-06",
+        "rl-advantage": "grpo", "rl-policy-loss": "clip", "grpo-kl-beta": "0.01", "run-dir": "out",
+    }  # fmt: skip
+    assert comments == [
+        "# data.train_data: ['$HOME/data/gsm8k/train.parquet']  (it refers to another setting; --langrl-env-config)",
+        "# trainer.placement.policy_num_gpus_per_node: 4  (use torchrun --nproc-per-node)",
+        "# trainer.algorithm.clip_ratio_c: 3.0  (it is of policy_loss_type dual_clip alone)",
+    ]
+
+
+def test_of_nemo_rl_a_section_that_is_off_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, comments = _convert(tmp_path / "grpo.yaml", NEMO, capsys)
+    assert {name: str(value) for name, value in flags.items()} == {
+        "perform-rl-step": "True", "load-hf": "DIR", "grpo-prompts-per-step": "32", "grpo-group-size": "16",
+        "train-iters": "500", "grpo-kl-beta": "0.01", "grpo-clamp-eps-lower": "0.2", "grpo-clamp-eps-upper": "0.28",
+        "global-batch-size": "512", "seq-length": "512", "rl-max-new-tokens": "256", "bf16": "True",
+        "clip-grad": "1.0", "lr": "5e-06", "tensor-model-parallel-size": "2", "rl-temperature": "1.0",
+        "wandb-project": "math", "wandb-exp-name": "DIR",
+    }  # fmt: skip
+    assert comments == [
+        "# grpo.normalize_rewards: True  (there is no setting here for this value)",
+        "# grpo.use_leave_one_out_baseline: True  (docs/coming_from.md says why there is none)",
+        "# grpo.async_grpo.enabled: False  (its section is off)",
+        "# loss_fn.token_level_loss: True  (there is no setting here for this value)",
+        "# policy.megatron_cfg.enabled: False  (its section is off)",
+        "# policy.optimizer.name: torch.optim.AdamW  (there is no setting here)",
+        "# policy.optimizer.kwargs.betas: [0.9, 0.999]  (there is no setting here)",
+        "# cluster.gpus_per_node: 8  (use torchrun --nproc-per-node)",
+    ]
+
+
 @pytest.mark.parametrize("word", sorted(foreign_flags()))
 def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) -> None:
     key, _, wanted = word.partition("=")
-    turned_on = {"actor.use_kl_loss": True, "use_peft": True}
+    turned_on: dict[str, object] = {"use_peft": True} | dict([ONLY_WITH.get(key, ("use_peft", True))])
     lines = list(converted(turned_on | {key: yaml.safe_load(wanted) if wanted else 1}))[1:]
     flags = re.findall(r"--([a-z-]+)", foreign_flags()[word])
     if key in PARTS or (not flags and f"{key}=" in " ".join(foreign_flags())):
-        assert lines == [f"# {key}: 1  (there is no such setting here)"], "with this value, or without its other part"
+        assert lines[-1].startswith(f"# {key}: 1  (there is no setting here"), (
+            "with this value, or without its other part"
+        )
     elif not flags:
         assert lines == [f"# {key}: 1  (docs/coming_from.md says why there is none)"]
-    elif key not in ("actor.use_kl_loss", "use_peft"):  # which turn on what other words say
+    elif not key.endswith((".use_kl_loss", "use_peft")):  # which turn on what other words say
         assert any(flag in line for flag in flags for line in lines), lines
 
 
