@@ -107,7 +107,7 @@ def evaluate(flags: Flags, nproc: int = 1) -> Summary:
 def generate(
     model: str | Path, prompts: Sequence[str | Sequence[Mapping[str, str]]], *, raw: bool = False, **flags: Any
 ) -> list[str]:
-    """One answer to each of ``prompts``, in this process.
+    """Generate one answer to each of ``prompts``, in this process.
 
     Args:
         model: a Hugging Face directory or name, a run directory, or a checkpoint.

@@ -47,7 +47,7 @@ def ask_for_strict_products(cpu_facts: Path = _CPU_FACTS) -> None:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """fp32 numbers in (0, 1], a function of ``seeds`` [N] int64 and ``positions`` [N] int64 only."""
+    """Return fp32 numbers in (0, 1], a function of ``seeds`` [N] int64 and ``positions`` [N] int64 only."""
     state = seeds * GAMMA + (positions + 1) * POSITION
     state = (state ^ _shift(state, 30)) * MIX_1
     state = (state ^ _shift(state, 27)) * MIX_2

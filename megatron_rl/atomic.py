@@ -92,7 +92,7 @@ class Dispensable:
 
     @contextlib.contextmanager
     def writing(self, path: Path | str) -> Iterator[None]:
-        """The block writes ``path`` and is left where that fails."""
+        """Let the block write ``path``, and leave it where that fails."""
         try:
             yield
         except OSError as error:

@@ -25,7 +25,7 @@ class EvaluationRun(Run):
 
 
 def build(base: Run) -> EvaluationRun:
-    """The program's parts; collective over the job."""
+    """Build the program's parts; collective over the job."""
     weights = evaluated(base.config)
     origin = read_first_weights(weights[0], base.policy, base.checkpoints, base.groups)
     base.answers_end_also_at(end_tokens_of(origin))

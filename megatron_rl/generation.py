@@ -56,7 +56,7 @@ class Generator:
     groups: ParallelGroups
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """One for each prompt, in order; the copies of the model share the work. Empty on all ranks but the main one.
+        """Answer each prompt, in order; the copies of the model share the work. Empty on all ranks but the main one.
 
         Raises:
             ConfigError: a prompt is empty or too long.
@@ -74,7 +74,7 @@ class Generator:
         return [Answer(*row) for _, *row in rows] if self.groups.is_main else []
 
     def request(self, prompt: Prompt, ids: Sequence[int], number: int) -> Request:
-        """One answer to ``ids``, which are ``prompt`` or go on from it.
+        """Make a request of one answer to ``ids``, which are ``prompt`` or go on from it.
 
         Raises:
             ConfigError: there is nothing to answer, or no room for it.
@@ -172,13 +172,13 @@ def _news(endpoint: Endpoint, engine: Engine, stop: Callable[[], bool]) -> list[
 
 
 def as_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """A user's message where the tokenizer knows how to write one, else the text itself."""
+    """Return a user's message where the tokenizer knows how to write one, else the text itself."""
     return ({"role": "user", "content": text},) if tokenizer.has_chat_template() else text
 
 
 @contextlib.contextmanager
 def open_generator(config: RLConfig) -> Iterator[Generator]:
-    """The weights that ``config`` names, in an engine. Collective over the job.
+    """Load the weights that ``config`` names into an engine. Collective over the job.
 
     Raises:
         MegatronRLError: they cannot be read, or there is no room for them.

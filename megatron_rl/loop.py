@@ -21,7 +21,7 @@ __all__ = ["RLRun", "build", "execute", "rl_step"]
 
 
 def rl_step(run: RLRun, step: int) -> TrainOutcome | None:
-    """One RL step; None when the run was asked to stop and the step left no trace."""
+    """Take one RL step; None when the run was asked to stop and the step left no trace."""
     seed = sample_seed(run.config.training.seed, "rollout", step)
     parity: dict[str, float] | None = None
     while parity is None:  # once more where the gate has changed the rollouts' format

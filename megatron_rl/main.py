@@ -140,7 +140,7 @@ def _print_answer(config: RLConfig, problems: Sequence[Problem], world_size: int
 
 
 def every_problem(config: RLConfig, problems: Sequence[Problem], world_size: int) -> list[Problem]:
-    """``problems`` of the flags, and what else can be found before a model is built.
+    """Report ``problems`` of the flags, and what else can be found before a model is built.
 
     A misspelt flag is reported alone: without its value the checks of files would take seconds and find false problems.
     """
@@ -150,7 +150,7 @@ def every_problem(config: RLConfig, problems: Sequence[Problem], world_size: int
 
 
 def refuse(problems: Sequence[Problem], rank: int = 0, alone: bool = False) -> int:
-    """Every rank finds the same problems and rank 0 names them; one that is ``alone`` with its own does so itself."""
+    """Refuse a run with problems: all ranks find them and rank 0 names them; one that is ``alone`` does so itself."""
     if rank == 0 or alone:
         where = f", on rank {rank} ({socket.gethostname()}) alone" if alone else ""
         if any(each.is_unknown for each in problems):

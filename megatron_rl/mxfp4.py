@@ -31,7 +31,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def as_matrices(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a directory, with X of type `MXFP4` in the place of ``X_blocks`` and ``X_scales``."""
+    """Return the tensors of a directory, with X of type `MXFP4` in the place of ``X_blocks`` and ``X_scales``."""
     found = dict(stored)
     for name in [name for name in stored if name.endswith(BLOCKS)]:
         whole, (experts, rows, blocks, *_) = name.removesuffix(BLOCKS), (*stored[name].shape, 0, 0, 0)
@@ -44,7 +44,7 @@ def as_matrices(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def entries(name: str, shape: tuple[int, ...]) -> dict[str, TensorEntry]:
-    """What is stored of X ``name`` [E, K, N]."""
+    """Return what is stored of X ``name`` [E, K, N]."""
     experts, columns, rows = shape
     scales = (experts, rows, columns // BLOCK)
     return {name + BLOCKS: TensorEntry("U8", (*scales, BLOCK // 2)), name + SCALES: TensorEntry("U8", scales)}
@@ -58,7 +58,7 @@ def is_stored(name: str, reader: TensorReader) -> bool:
 def read(
     reader: TensorReader, name: str, index: int, rows: tuple[int, int], columns: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Rows (and columns, whole blocks) of matrix ``index`` of X ``name``, [rows, K] fp32.
+    """Read rows (and columns, whole blocks) of matrix ``index`` of X ``name``, [rows, K] fp32.
 
     Raises:
         CheckpointError: a file cannot be read, or a block holds no numbers.
@@ -72,7 +72,7 @@ def read(
 
 
 def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Codes [.., K / 32, 16] and exponents [.., K / 32], uint8 -> [.., K] fp32."""
+    """Map codes [.., K / 32, 16] and exponents [.., K / 32], uint8, to [.., K] fp32."""
     import torch
 
     values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=blocks.device)
@@ -81,7 +81,7 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def encode(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[.., K] -> codes and exponents as `decode` takes them: the nearest number, of two the one with the even code.
+    """Map [.., K] to codes and exponents as `decode` takes them: the nearest number, in a tie the even code.
 
     A block's exponent is that of its largest number by the formats' rule (section 6.3), or one more where that is
     nearer: by the rule alone a largest number of 3.99, whose scale is 1/2, would become 3.
@@ -117,7 +117,7 @@ class Encoder:
         """How many were encoded, and how many of them are not what they were."""
 
     def parts(self, name: str, matrix: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and the next numbers of what is stored of X ``name``, of its next ``matrix`` [N, K]."""
+        """Yield names and the next numbers of what is stored of X ``name``, of its next ``matrix`` [N, K]."""
         import torch
 
         index = self._next.get(name, 0)

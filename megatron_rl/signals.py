@@ -42,7 +42,7 @@ class StopRequest:
         return time.monotonic() - self._first if self.reason else 0.0
 
     def install(self) -> StopRequest:
-        """`catch` signals from now on.
+        """Start to `catch` signals.
 
         Until `started` is called a signal ends the process, with status 0, as there is nothing to save. A thread does
         so: the main thread may be inside a rendezvous or a collective, where Python's handlers do not run.

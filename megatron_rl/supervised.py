@@ -26,7 +26,7 @@ class SupervisedRun(TrainingRun):
 
 
 def build(base: Run) -> SupervisedRun:
-    """The program's parts; collective over the job."""
+    """Build the program's parts; collective over the job."""
     start, states = start_training(base)
     config, groups = base.config, base.groups
     taught = base.environments.demonstrations()
@@ -46,7 +46,7 @@ def build(base: Run) -> SupervisedRun:
 
 
 def supervised_step(run: SupervisedRun, step: int) -> TrainOutcome:
-    """One update on demonstrations; the denominator of the loss is the batch's answer tokens."""
+    """Take one update on demonstrations; the denominator of the loss is the batch's answer tokens."""
     skipped = run.source.skipped_too_long
     with run.timer.phase("data"):
         batch = run.source.draw(run.config.training.global_batch_size)

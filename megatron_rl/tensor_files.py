@@ -62,7 +62,7 @@ class StoredTensor(TensorEntry):
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in ``directory``, in one file or in several with an index; reads headers only.
+    """List every tensor of the checkpoint in ``directory``, in one file or several with an index; reads headers only.
 
     Raises:
         CheckpointError: there is no safetensors file, one that the index names is missing, or one is damaged.
@@ -89,7 +89,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, in the order of their bytes.
+    """Read the tensors of one file, in the order of their bytes.
 
     Raises:
         CheckpointError: it is truncated or not a safetensors file.
@@ -184,7 +184,7 @@ class TensorReader:
         return part
 
     def pieces(self, name: str, rows: int) -> Iterator[torch.Tensor]:
-        """A tensor from top to bottom, so many rows at a time; one without rows as it is."""
+        """Yield a tensor from top to bottom, so many rows at a time; one without rows as it is."""
         shape = self.stored[name].shape
         if not shape:
             yield self.read(name)
@@ -228,7 +228,7 @@ class TensorWriter:
             raise ValueError(f"{unfinished[0]!r} was not written to its end")
 
     def append(self, name: str, values: torch.Tensor) -> None:
-        """The next numbers of a tensor, in the type its entry says."""
+        """Write the next numbers of a tensor, in the type its entry says."""
         import torch
 
         raw = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
@@ -284,12 +284,12 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """One line for what the disk refused."""
+    """Make one line of what the disk refused."""
     return CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another directory")
 
 
 def plan_files(entries: Mapping[str, TensorEntry], max_file_bytes: int) -> dict[str, dict[str, TensorEntry]]:
-    """File -> its tensors, in order, none above ``max_file_bytes`` unless one tensor alone is."""
+    """Map each file to its tensors, in order, none above ``max_file_bytes`` unless one tensor alone is."""
     groups: list[dict[str, TensorEntry]] = [{}]
     filled = 0
     for name, entry in entries.items():

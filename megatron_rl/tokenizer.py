@@ -202,7 +202,7 @@ class Tokenizer:
         return next((text for text in self.special_tokens if text and after.startswith(text)), None)
 
     def has_chat_template(self, environment: str = "") -> bool:
-        """True when chats of ``environment`` can be rendered."""
+        """Return True when chats of ``environment`` can be rendered."""
         return bool(self.chat_format(environment).template or self._backend.chat_template)
 
     def tool_call_parser(self, environment: str = "") -> str:

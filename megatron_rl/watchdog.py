@@ -56,7 +56,7 @@ class Watchdog:
             watcher.join()
 
     def look(self, seconds: float) -> None:
-        """One look, ``seconds`` after the one before."""
+        """Take one look, ``seconds`` after the one before."""
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return
@@ -86,7 +86,7 @@ class Watchdog:
 
 
 def describe(stack: traceback.StackSummary) -> str:
-    """Innermost first, up to the loop: ``all_reduce < max_over (parallel/collectives.py:34) < ... < train (...)``.
+    """Describe a stack, innermost first: ``all_reduce < max_over (parallel/collectives.py:34) < ... < train (...)``.
 
     Of other libraries' functions the two innermost: of pipeline stages the second says whom it waits for.
     """

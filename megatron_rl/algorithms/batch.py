@@ -156,17 +156,17 @@ class LossInputs:
         return self.packing.sequence_index
 
     def sequence_sums(self, values: Tensor) -> Tensor:
-        """Sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
+        """Return sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
         # In fp64: index_add adds in no fixed order on a GPU, and two runs would differ in fp32.
         known = torch.where(self.in_loss, values, 0.0).double()
         return known.new_zeros(len(self.packing.lengths)).index_add(0, self.sequence_index, known)
 
     def sequence_means(self, values: Tensor) -> Tensor:
-        """Means of ``values`` [T] over the loss tokens of each sequence, [B] fp32; 0 without any."""
+        """Return means of ``values`` [T] over the loss tokens of each sequence, [B] fp32; 0 without any."""
         return (self.sequence_sums(values) / self.loss_tokens().clamp_min(1)).float()
 
     def loss_tokens(self) -> Tensor:
-        """Loss tokens of each sequence: [B] int64."""
+        """Return loss tokens of each sequence: [B] int64."""
         return self.sequence_sums(self.loss_mask).long()
 
 
@@ -239,7 +239,7 @@ class TokenBatch(LossInputs):
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """``log(numerator / denominator)`` of each token, within ``LOG_RATIO_LIMIT``, 0 at masked positions.
+    """Return ``log(numerator / denominator)`` of each token, within ``LOG_RATIO_LIMIT``, 0 at masked positions.
 
     All [T]. Masked positions may hold NaN: neither value nor gradient passes.
     """
@@ -289,7 +289,7 @@ def summed(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trusted_mask(loss_mask: Tensor, *logprobs: Tensor | None) -> Tensor:
-    """[T] fp32: ``loss_mask`` without the tokens that have a non-finite log-prob, which leave every denominator.
+    """Return [T] fp32: ``loss_mask`` without the tokens that have a non-finite log-prob, which leave every denominator.
 
     Set to 0 instead, such a token would count as one the policy was certain of.
     """

@@ -148,7 +148,7 @@ class SharedPrompts(Share):
 
 
 def repeated(cells: Tensor, index: Tensor) -> Tensor:
-    """``cells[index]``, whose gradient is added up in fp32 and in one order, on a GPU too."""
+    """Return ``cells[index]``, whose gradient is added up in fp32 and in one order, on a GPU too."""
     return _Repeated.apply(cells, index)
 
 

@@ -35,7 +35,7 @@ class TokenSelection(Extension):
         raise NotImplementedError
 
     def select_tokens(self, part: Sequence[TokenBatch], of_all_ranks: Callable[[Tensor], Tensor]) -> list[TokenBatch]:
-        """The micro-batches of an update, scored and with advantages, with `TokenBatch.picked`; collective.
+        """Yield the micro-batches of an update, scored and with advantages, with `TokenBatch.picked`; collective.
 
         The same tokens in every layout and packing: two micro-batches equal one. ``of_all_ranks`` gathers a vector of
         each rank: three sums, then those of its tokens that can be among the first.
@@ -59,14 +59,14 @@ class TokenSelection(Extension):
 
 
 def moments(batch: TokenBatch) -> Tensor:
-    """Sums over the tokens that count: of ones, of advantages and of log-probs, [3] fp64."""
+    """Return sums over the tokens that count: of ones, of advantages and of log-probs, [3] fp64."""
     counts = _counts(batch)
     values = torch.stack((torch.ones_like(batch.loss_mask), batch.advantages, batch.inference_logprobs)).double()
     return torch.where(counts, values, 0.0).sum(1)
 
 
 def covariance(batch: TokenBatch, sums: Tensor) -> Tensor:
-    """``(advantage - mean) (log-prob - mean)`` of each token, [T] fp64; -inf at positions that do not count.
+    """Return ``(advantage - mean) (log-prob - mean)`` of each token, [T] fp64; -inf at positions that do not count.
 
     ``sums`` [3]: `moments` of the whole update, added up.
     """
@@ -76,7 +76,7 @@ def covariance(batch: TokenBatch, sums: Tensor) -> Tensor:
 
 
 def places(batch: TokenBatch) -> Tensor:
-    """A number for each token that no other token of the step has, the same in every layout: [T] int64."""
+    """Return a number for each token that no other token of the step has, the same in every layout: [T] int64."""
     count = batch.step.rewards.numel()
     samples = batch.of_samples(torch.arange(count, dtype=torch.float64)).long()
     sequences = samples + count * batch.samples.sequence[batch.sequence_index]

@@ -57,7 +57,7 @@ def logits_gradient(
     temperature: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of ``logits`` [T, held], written into ``out``, which may be ``logits`` itself; 0 from ``columns`` on.
+    """Write the gradient of ``logits`` [T, held] into ``out``, which may be ``logits`` itself; 0 from ``columns`` on.
 
     ``known`` [T] each: target's column, whether it is here, largest logit and log sum over all ranks, and the entropy
     where a gradient flows through it. ``grads``: of log-probs and entropies.

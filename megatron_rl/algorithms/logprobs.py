@@ -106,7 +106,7 @@ class Shard:
         return max(0, min(self.vocab_size - self.vocab_start, held))
 
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Row ranges and their real logits over the temperature: a fresh copy [rows, columns] in fp32 or better."""
+        """Yield row ranges and their logits over the temperature: a fresh copy [rows, columns] in fp32 or better."""
         columns = self.columns(logits.shape[1])
         rows = max(1, CPU_CHUNK_ELEMENTS // max(columns, 1))
         for start in range(0, logits.shape[0] if columns else 0, rows):

@@ -18,12 +18,12 @@ Sharded = ShardedTensor | ShardedTensorFactory
 
 
 def is_adapted(policy: PolicyModel) -> bool:
-    """Whether the model has adapters, and its checkpoints nothing else."""
+    """Return whether the model has adapters, and its checkpoints nothing else."""
     return any(adapters_in(gpt) for gpt in policy.chunks)
 
 
 def sharded_adapters(policy: PolicyModel) -> dict[str, Sharded]:
-    """What this rank has of all that is trained, in megatron's words for which part of the whole it is.
+    """Return what this rank has of all that is trained, in megatron's words for which part of the whole it is.
 
     Experts, and the blocks of a gate and up projection, lie apart in the files: layouts cut them differently.
     """

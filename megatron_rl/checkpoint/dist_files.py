@@ -114,11 +114,11 @@ class DistFiles:
         return (height * len(blocks), *width)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The stored number format."""
+        """Return the stored number format."""
         return next(iter(self._found[name].values())).whole.properties.dtype
 
     def read(self, parameter: Parameter, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` of the whole parameter; columns where it is cut by columns.
+        """Read rows ``start`` to ``stop`` of the whole parameter; columns where it is cut by columns.
 
         Raises:
             CheckpointError: a file cannot be read.

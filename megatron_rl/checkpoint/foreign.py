@@ -140,7 +140,7 @@ def _is_of_experts(last: Path) -> bool:
 
 
 def topology_problems(directory: Path, topology: Topology) -> list[str]:
-    """Why ranks of this ``topology`` cannot load it, in at most one line. Raises as `topology_of`."""
+    """Return why ranks of this ``topology`` cannot load it, in at most one line. Raises as `topology_of`."""
     if not is_megatron_layout(directory) or topology_of(directory) == topology:
         return []
     return [
@@ -195,7 +195,7 @@ def _only_ours_allowed(path: Path) -> Iterator[None]:
 
 
 def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:
-    """A rank's main file, where ``model``, or ``model0``, ``model1`` ... of interleaved stages, are tensors by name.
+    """Read a rank's main file, where ``model``, or ``model0``, ``model1`` ... of stages, are tensors by name.
 
     Names are those of this project's model; layers are counted from 0 in each.
 
@@ -263,7 +263,7 @@ def check_files(directory: Path) -> None:
 
 
 def read_args(directory: Path) -> dict[str, Any]:
-    """Megatron-LM's flags; empty where the checkpoint does not have them.
+    """Read Megatron-LM's flags; empty where the checkpoint does not have them.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -279,7 +279,7 @@ def read_args(directory: Path) -> dict[str, Any]:
 
 
 def unbuilt(directory: Path) -> Iterator[str]:
-    """One line for each flag by which it is a model that is not built here, however its tensors are called."""
+    """Yield one line for each flag by which it is a model that is not built here, however its tensors are called."""
     args = read_args(directory)
     wrong = {name: args[name] for name, value in ONLY_BUILT.items() if args.get(name, value) not in (value, None)}
     for name, value in wrong.items():

@@ -49,17 +49,17 @@ def temporary_directory(root: Path, step: int, start: str = "") -> Path:
 
 
 def step_of(directory: Path) -> int:
-    """The step a checkpoint directory holds; 0 of a release, which does not say."""
+    """Return the step a checkpoint directory holds; 0 of a release, which does not say."""
     return int(directory.name.partition("_")[2] or 0)
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest first."""
+    """Return committed checkpoints, oldest first."""
     return [path for path in step_entries(root) if path.is_dir()]
 
 
 def step_entries(root: Path) -> list[Path]:
-    """Whatever has the name of a checkpoint, oldest first: damage may have made a file of it."""
+    """List whatever has the name of a checkpoint, oldest first: damage may have made a file of it."""
     if not root.is_dir():
         return []
     return sorted((path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name)), key=step_of)
@@ -83,7 +83,7 @@ def _entries(root: Path) -> list[Path]:
 
 
 def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
-    """The checkpoint a user means by ``path``: a step directory, or the newest valid one below it.
+    """Find the checkpoint a user means by ``path``: a step directory, or the newest valid one below it.
 
     Of Megatron-LM's the one that its pointer names. A damaged checkpoint of ours is named in a warning and the next
     older one is taken. ``contents`` False trusts files that are there, see `verify`.
@@ -108,7 +108,7 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
 
 
 def newest_valid(root: Path, contents: bool = True) -> Path:
-    """The newest undamaged checkpoint directly below ``root``.
+    """Return the newest undamaged checkpoint directly below ``root``.
 
     Raises:
         CheckpointError: all are damaged, or there is none.

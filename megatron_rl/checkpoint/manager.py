@@ -151,15 +151,15 @@ class CheckpointManager:
         return self._saved_step if self._under_way is None else None
 
     def newest(self) -> Path | None:
-        """The checkpoint to resume from, if this directory has one; damaged newer ones are set aside."""
+        """Return the checkpoint to resume from, if this directory has one; damaged newer ones are set aside."""
         return self._agreed(self._newest_of_own)
 
     def find(self, path: str) -> Path:
-        """The checkpoint a user means by ``path``."""
+        """Find the checkpoint a user means by ``path``."""
         return self._agreed(lambda: find_checkpoint(path))
 
     def start_from_weights(self, path: str, policy: PolicyModel) -> Path:
-        """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only. Returns the checkpoint they are of."""
+        """Load weights only, for `--pretrained-checkpoint` or `--load` with `--finetune`; return their checkpoint."""
         directory = self.find(path)
         self._load(directory, policy)
         by_others = ", written by Megatron-LM, whose optimizer state is not taken" if is_foreign(directory) else ""

@@ -38,7 +38,7 @@ def _make_momentum(optimizer: torch.optim.SGD, config: object = None) -> None:
 
 
 def by_part(state: dict[Any, Any], optimization: Optimization) -> dict[Any, Any]:
-    """What was read, in the form that this layout's optimizer takes.
+    """Return what was read, in the form that this layout's optimizer takes.
 
     megatron has an optimizer of its own for experts that lie on several ranks: then states are numbered 0 and 1, else
     there is one without a number. Tensors come as they are asked for, but what is none as it was saved. Of that this
@@ -101,7 +101,7 @@ def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def moments_in_fp32(optimization: Optimization) -> Iterator[None]:
-    """Inside, megatron reads and writes fp32 numbers of moments that are stored in bf16 or FP8.
+    """Enter a block in which megatron reads and writes fp32 numbers of moments that are stored in bf16 or FP8.
 
     So a checkpoint is of no dtype and no layout of theirs, and another run may keep them in another one.
     """

@@ -139,14 +139,14 @@ def run_state_of(config: RLConfig, policy: PolicyModel, end_token_ids: Sequence[
 
 
 def architecture_of(model: Architecture) -> dict[str, Any]:
-    """The flags two runs must share to share weights."""
+    """Return the flags two runs must share to share weights."""
     own = {name: getattr(model, name) for name in _ARCHITECTURE}
     layers = expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else (True,)
     return own | {"moe_layer_freq": layer_pattern(layers)}
 
 
 def flags_of(config: RLConfig) -> dict[str, Any]:
-    """Besides the architecture, what a run that starts from the weights need not be told."""
+    """Return what, besides the architecture, a run that starts from the weights need not be told."""
     model, tokenizer = config.model, config.tokenizer
     found = {"norm_epsilon": model.norm_epsilon, "tokenizer_model": lasting(tokenizer.tokenizer_model)}
     if config.lora.lora_rank is not None:
@@ -159,12 +159,12 @@ def flags_of(config: RLConfig) -> dict[str, Any]:
 
 
 def lasting(name: str) -> str:
-    """A directory by its absolute path, a name on the hub as it is."""
+    """Return a directory by its absolute path, a name on the hub as it is."""
     return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
-    """The flags two runs must share to share an optimizer state."""
+    """Return the flags two runs must share to share an optimizer state."""
     return {
         "optimizer": config.optimizer.optimizer,
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
@@ -245,7 +245,7 @@ def _origin_of(args: Mapping[str, Any]) -> StartingWeights | None:
 
 
 def differences(directory: Path, state: RunState, model: Architecture, other: str) -> list[str]:
-    """One line for every flag in which the checkpoint's model differs from ``model``: ``other``, "this run has"."""
+    """Return one line for each flag in which the checkpoint's model differs from ``model``: ``other``, "this run"."""
     saved = state.model.architecture
     return [
         f"checkpoint {str(directory)!r} was made with {name} {saved[name]!r}, {other} {value!r}; use the checkpoint's "
@@ -256,7 +256,7 @@ def differences(directory: Path, state: RunState, model: Architecture, other: st
 
 
 def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | None = None) -> list[str]:
-    """One line for every way in which the checkpoint's model differs from the configured one.
+    """Return one line for every way in which the checkpoint's model differs from the configured one.
 
     Args:
         vocab_size: the tokenizer's; None when it could not be loaded, which is reported elsewhere.
@@ -278,12 +278,12 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
 
 
 def has_adapters(state: RunState) -> bool:
-    """Whether the checkpoint has adapters, and no other weights of the policy."""
+    """Return whether the checkpoint has adapters, and no other weights of the policy."""
     return "lora_rank" in state.model.flags
 
 
 def adapter_problems(config: RLConfig, directory: Path, state: RunState) -> list[str]:
-    """Why adapters of the checkpoint, if it has some, are not those of the flags."""
+    """Return why adapters of the checkpoint, if it has some, are not those of the flags."""
     saved, what = state.model.flags, f"checkpoint {str(directory)!r}"
     if not has_adapters(state):
         return []
@@ -311,7 +311,7 @@ def mode_of(config: RLConfig) -> str:
 
 
 def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
-    """Why the run saved in ``directory`` cannot be gone on with, although its weights fit."""
+    """Return why the run saved in ``directory`` cannot be gone on with, although its weights fit."""
     state, problems = read_run_state(directory), []
     if state.mode == _FOREIGN:
         return [

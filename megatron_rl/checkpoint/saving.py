@@ -82,7 +82,7 @@ class SaveAttempt:
 
     @contextlib.contextmanager
     def collective_part(self) -> Iterator[None]:
-        """A save by megatron-core, from its start to its end: either may fail on any rank.
+        """Guard a save by megatron-core, from its start to its end: either may fail on any rank.
 
         What it raises on every rank is noted, and so is what its writes would raise on one. All else goes on up.
         """
@@ -210,7 +210,7 @@ class BackgroundSave:
                 writer.join()
 
     def begin_to_commit(self) -> None:
-        """All ranks' files are there: rank 0 commits them, in a thread."""
+        """Commit the files of all ranks, which are there: rank 0 does, in a thread."""
         self._written = True
         if self._commit is not None:
             self._thread = threading.Thread(target=self._attempt.part()(self._commit), name="commit checkpoint")

@@ -77,13 +77,13 @@ class StateRegistry:
         return owner
 
     def tell_unclaimed(self) -> None:
-        """Once everybody has registered: what was saved and nobody took. It stays in the checkpoints to come."""
+        """Name what was saved and nobody took, once everybody has registered. It stays in the checkpoints to come."""
         if self._unclaimed:
             names = ", ".join(map(repr, sorted(self._unclaimed)))
             logger.info("this run has no use for the checkpoint's state of %s, which is kept", names)
 
     def collect(self) -> dict[str, State]:
-        """Everybody's state as it is now, and what was saved before and nobody took."""
+        """Return everybody's state as it is now, and what was saved before and nobody took."""
         return self._unclaimed | {name: owner.state_dict() for name, owner in self._owners.items()}
 
 
@@ -91,7 +91,7 @@ class RandomState:
     """This rank's generators. Rollouts do not need them (their draws are counter-based); dropout might."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The bytes of each generator."""
+        """Return the bytes of each generator."""
         tensors = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             tensors["cuda"] = torch.cuda.get_rng_state()
@@ -127,7 +127,7 @@ def save_rank_state(directory: Path, rank: int, components: Mapping[str, State])
 
 
 def with_rank_state(components: Mapping[str, State], directory: Path, rank: int) -> dict[str, State]:
-    """The components' states, to which this rank's tensors are added.
+    """Return the components' states, to which this rank's tensors are added.
 
     Raises:
         CheckpointError: a file cannot be read.

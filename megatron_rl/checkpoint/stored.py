@@ -63,11 +63,11 @@ class RankFiles:
         return tuple(shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The stored number format."""
+        """Return the stored number format."""
         return next(iter(self._parts[name].values())).dtype
 
     def read(self, parameter: Parameter, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` of the whole parameter, within one block; columns where it is cut by columns."""
+        """Read rows ``start`` to ``stop`` of the parameter, within one block; columns where it is cut by columns."""
         parts, dimension = self._parts_of(parameter), 1 if parameter.cut == "columns" else 0
         share = parts[0].shape[dimension] // parameter.blocks  # of a block, on each rank
         block, start = divmod(start, share * len(parts)) if start else (0, 0)
@@ -90,7 +90,7 @@ StoredWeights = DistFiles | RankFiles
 
 
 def open_weights(directory: Path) -> StoredWeights:
-    """The weights of a checkpoint directory, in Megatron's format torch or in torch_dist.
+    """Open the weights of a checkpoint directory, in Megatron's format torch or in torch_dist.
 
     Raises:
         CheckpointError: files are missing or damaged.
@@ -136,7 +136,7 @@ def part_of_stored(stored: StoredWeights, parameter: Parameter, rank: int = 0) -
 
 
 def misfits(directory: Path, stored: StoredWeights, model: Architecture, tokens: int) -> list[str]:
-    """One line for each kind of tensor by which a checkpoint is not of ``model``; the first of each kind is named.
+    """Return one line for each kind of tensor by which a checkpoint is not of ``model``, naming its first one.
 
     Args:
         tokens: of the tokenizer; the embedding has at least as many rows.
@@ -177,7 +177,7 @@ def _first(names: set[str]) -> str:
 
 
 def embedding_rows(stored: StoredWeights, model: Architecture) -> int:
-    """Rows of the embedding as stored, padding included; 0 without one."""
+    """Return rows of the embedding as stored, padding included; 0 without one."""
     (embedding,) = ModelLayout.of(model).before
     return stored.shape(embedding)[0] if EMBEDDING in stored.names else 0
 

@@ -166,7 +166,7 @@ def _quiet() -> Iterator[None]:
 
 
 def fingerprints(policy: PolicyModel, groups: ParallelGroups) -> dict[str, str]:
-    """Fingerprints of the model's weights by number format, adapters left out; collective in a model copy.
+    """Return fingerprints of the model's weights by number format, adapters left out; collective in a model copy.
 
     A run in bf16 knows that of bf16 alone, one in fp32 both: so the two can be compared.
     """
@@ -180,7 +180,7 @@ def fingerprints(policy: PolicyModel, groups: ParallelGroups) -> dict[str, str]:
 def weights_fingerprint(
     policy: PolicyModel, groups: ParallelGroups, dtype: torch.dtype | None = None, with_adapters: bool = True
 ) -> int:
-    """A sum of all weights' bit patterns, modulo 2^64: another update gives another number.
+    """Return a sum of all weights' bit patterns, modulo 2^64: another update gives another number.
 
     The same in every parallel layout, however the vocabulary is padded and the norms are called. Collective in a model
     copy. Reads the device once.

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The process of a command: ends with its exit code.
+    """Run the process of a command, which ends with its exit code.
 
     Once the command has ended, a Ctrl-C is too late: while Python clears up, it would end the process by a signal.
     """

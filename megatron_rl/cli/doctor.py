@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """0, or 1 if something would stop a run."""
+    """Return the exit code: 0, or 1 if something would stop a run."""
     if words:
         sys.stdout.write(f"usage: megatron-rl doctor\n\n{__doc__}\n")
         return 0 if words[0] in ("-h", "--help") else 2
@@ -74,7 +74,7 @@ def _found(what: str, text: str, fault: str | None, level: str = "warning") -> F
 
 
 def packages() -> Iterator[Finding]:
-    """Python and the versions that setup.py asks for."""
+    """Check Python and the versions that setup.py asks for."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -111,7 +111,7 @@ def _misfit(requirement: Requirement) -> str | None:
 
 
 def devices() -> Iterator[Finding]:
-    """torch, GPUs, and what ranks talk through."""
+    """Check torch, GPUs, and what ranks talk through."""
     import torch
     import torch.distributed as dist
 
@@ -142,7 +142,7 @@ def devices() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Attention kernels, tried against plain torch."""
+    """Try attention kernels against plain torch."""
     import torch
 
     from megatron_rl.models.attention.backend import Requirements
@@ -174,7 +174,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """Memory, disk, files."""
+    """Check memory, disk and files."""
     scratch, shared = tempfile.gettempdir(), "/dev/shm"
     wanted = [
         ("memory", psutil.virtual_memory().available, 4, "end other programs, or take a larger machine"),
@@ -195,7 +195,7 @@ def machine() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    """What ranks and the environment server listen on."""
+    """Check what ranks and the environment server listen on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -18,7 +18,7 @@ from megatron_rl.user_files import named_path
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line for every problem."""
+    """Return the exit code: 0, or 2 with one line for every problem."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = _parser().parse_args(argv)
     try:

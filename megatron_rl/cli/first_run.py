@@ -68,7 +68,7 @@ class Machine(NamedTuple):
 
 
 def is_first_run(words: Sequence[str]) -> bool:
-    """Whether ``words`` are the short form."""
+    """Return whether ``words`` are the short form."""
     return bool({"--model", "--data", "--reward", "--sft"} & {word.partition("=")[0] for word in words})
 
 

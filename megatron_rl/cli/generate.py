@@ -71,7 +71,7 @@ def _can_be_written(path: Path) -> bool:
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
-    """Of a text or .jsonl file, without empty lines.
+    """Read a text or .jsonl file, without empty lines.
 
     Raises:
         ConfigError: it cannot be read, a line is none of the forms, or there are no prompts.

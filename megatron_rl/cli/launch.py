@@ -103,7 +103,7 @@ def _exit_code(failed: ChildFailedError, stopped: bool) -> int:
 
 @contextlib.contextmanager
 def forwarding_signals() -> Iterator[set[int]]:
-    """Ctrl-C, SIGTERM and, unless ``nohup`` ignores it, SIGHUP go on to the ranks; yields the ids of those told.
+    """Pass Ctrl-C, SIGTERM and, unless ``nohup`` ignores it, SIGHUP on to the ranks; yield the ids of those told.
 
     A thread does so: the main thread may be waiting for another machine, where Python's handlers do not run. A rank
     hears the first signal as SIGTERM, because SIGINT in a Python that is starting is a traceback; another Ctrl-C as

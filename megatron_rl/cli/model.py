@@ -58,7 +58,7 @@ class ModelCommand(Generic[Parsed]):
     run: Callable[[Parsed], int]
 
     def main(self, words: Sequence[str]) -> int:
-        """0: done, or ended by the user; 1: failed; 2: wrong flags, prompts or files."""
+        """Return the exit code: 0 done, or ended by the user; 1 failed; 2 wrong flags, prompts or files."""
         if {"-h", "--help"} & set(words):
             sys.stdout.write(self.usage)
             return 0
@@ -80,7 +80,7 @@ class ModelCommand(Generic[Parsed]):
         return launch(ranks, f"megatron_rl.cli.{self.name}:rank", rest, ["megatron-rl", self.name, *words])
 
     def rank(self, words: Sequence[str]) -> int:
-        """The same on a rank that was launched: its words were found good."""
+        """Do the same on a rank that was launched: its words were found good."""
         _only_warnings()
         return _guarded(self.run, self.parse(words, int(os.environ["WORLD_SIZE"])))
 
@@ -100,7 +100,7 @@ def _only_warnings() -> None:
 
 
 def model_config(name: str, words: Sequence[str], world_size: int, at_once: int) -> RLConfig:
-    """The configuration of an evaluation of the model, without environments; ``words`` are further flags.
+    """Return the configuration of an evaluation of the model, without environments; ``words`` are further flags.
 
     Args:
         at_once: answers decoded at the same time, unless ``words`` say so.

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def take(options: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
-    """What ``words`` say of the fields of ``options``, a dataclass of flags; and the other words.
+    """Return what ``words`` say of the fields of ``options``, a dataclass of flags; and the other words.
 
     Raises:
         ConfigError: names every value that cannot be.
@@ -42,7 +42,7 @@ def take(options: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
 
 
 def described(options: type) -> str:
-    """For a help: a line for each flag."""
+    """Describe each flag in a line, for a help."""
     values = {each: "" if each.kind is bool else f" {each.name.upper()}" for each in flags_of(options)}
     shown = [(f"{each.spelling}{value}", each) for each, value in values.items()]
     width = max(len(name) for name, _ in shown)
@@ -78,7 +78,7 @@ class Ranks:
 
 
 def read_ranks(words: Sequence[str]) -> tuple[Ranks, list[str]]:
-    """What ``words`` say of ranks, and the other words.
+    """Return what ``words`` say of ranks, and the other words.
 
     Raises:
         ConfigError: names every value that cannot be.

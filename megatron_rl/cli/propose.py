@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, config: RLConfig) -> Sizes:
-        """From the layout of the model on one rank."""
+        """Compute the sizes from the layout of the model on one rank."""
         layout = resolve(config, 1).layout(config.tokenizer.vocab_size or 1)
         experts = sum(each.size for each in layout.parameters if each.is_of_an_expert)
         dense = sum(each.size for each in layout.parameters) - experts
@@ -85,7 +85,7 @@ class Proposal:
 
 
 def proposes(words: Sequence[str]) -> bool:
-    """Whether ``words`` of `estimate` ask for layouts."""
+    """Return whether ``words`` of `estimate` ask for layouts."""
     return bool({"--gpus", "--gpu-memory"} & {word.partition("=")[0] for word in words})
 
 

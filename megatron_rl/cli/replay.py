@@ -74,7 +74,7 @@ USAGE = f"""usage: megatron-rl replay RUN --step N [--group G] [--sample K] [--j
 
 
 def main(words: Sequence[str]) -> int:
-    """0: shown; 1: failed; 2: wrong flags or files."""
+    """Return the exit code: 0 shown, 1 failed, 2 wrong flags or files."""
     if {"-h", "--help"} & set(words) or not words or words[0].startswith("-"):
         sys.stdout.write(USAGE)
         return 0 if words else CONFIGURATION_ERROR

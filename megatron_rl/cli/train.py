@@ -64,7 +64,7 @@ check = functools.partial(_run, "check", more=("--check",))  # for as many ranks
 
 
 def estimate(words: Sequence[str]) -> int:
-    """Bytes of the run that ``words`` mean; with --gpus the layouts that fit."""
+    """Print the bytes of the run that ``words`` mean; with --gpus the layouts that fit."""
     return propose.main(words) if propose.proposes(words) else _run("estimate", words, more=("--estimate",))
 
 
@@ -85,6 +85,6 @@ def _launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:
 
 
 def rank(words: Sequence[str]) -> int:
-    """What each launched rank does. `_launch` has looked at everything; much may have changed when one is restarted."""
+    """Do what each launched rank does. `_launch` has checked it; much may have changed when one is restarted."""
     is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     return run_here(["megatron-rl", *words], shlex.split(os.environ[TYPED_COMMAND]), is_checked=is_first)

@@ -159,7 +159,7 @@ class AlgorithmConfig:
 
 
 def dynamic_sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Settings with which no group would ever count, or that nobody reads without dynamic sampling."""
+    """Report settings with which no group would ever count, or that nobody reads without dynamic sampling."""
     algorithm = config.algorithm
     if not algorithm.rl_dynamic_sampling:
         names = {"rl_group_filter", "rl_group_filter_args", "rl_max_refills", "rl_surplus"}
@@ -179,7 +179,7 @@ def dynamic_sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Partial rollouts that would never happen, or that could not be continued."""
+    """Report partial rollouts that would never happen, or that could not be continued."""
     algorithm, flag_name = config.algorithm, "--rl-partial-rollouts"
     lag = algorithm.rl_generation_lag
     if algorithm.has_stale_samples and int(lag) < 1:
@@ -216,7 +216,7 @@ def baseline_of(config: RLConfig) -> str:
 
 
 def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Settings that the advantage and the loss, read from their files, do not take."""
+    """Report settings that the advantage and the loss, read from their files, do not take."""
     algorithm = config.algorithm
     reads_rewards = not (config.wants_teacher and config.teacher.rl_reward_weight == 0)
     compares_groups = baseline_of(config) == "group" and reads_rewards

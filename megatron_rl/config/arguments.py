@@ -79,7 +79,7 @@ def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[Pr
 
 
 def read_flags(argv: Sequence[str]) -> Reading:
-    """What ``argv`` (without the program's name), its --config files and the directory of its model say."""
+    """Return what ``argv`` (without the program's name), its --config files and the directory of its model say."""
     for token, common_only in (("--help", True), ("-h", True), ("--help-all", False)):
         if token in argv:
             from megatron_rl.config.reference import help_text  # here, so that it can run as a program itself
@@ -209,7 +209,7 @@ def _translation(spelling: str, value: str, dashes: str = "--") -> str | None:
 
 @functools.cache
 def foreign_flags() -> dict[str, str]:
-    """What settings of TRL and verl are called here, empty where there is no such thing: the tables of coming_from.md.
+    """Return our names of settings of TRL and verl, empty where there is none: the tables of coming_from.md.
 
     A row of the file is ``theirs | ours``, – where there is none. ``name=value`` is of that value alone; the first row
     of a name holds.
@@ -224,7 +224,7 @@ def foreign_flags() -> dict[str, str]:
 
 
 def value_of(flag: Flag, switches_on: bool, texts: Sequence[str], from_file: bool = False) -> Any:
-    """What ``texts`` say behind a spelling of the flag; ``ValueError`` says what is wrong with them."""
+    """Return what ``texts`` say behind a spelling of the flag; ``ValueError`` says what is wrong with them."""
     if from_file and flag.name == "config":
         raise ValueError("cannot name another file; put its settings here")
     if flag.kind is bool and not from_file:

@@ -114,7 +114,7 @@ _LAYOUT = {
 
 
 def megatron_rl_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What Megatron's RL flags may ask for and nobody here does."""
+    """Report what Megatron's RL flags may ask for and nobody here does."""
     asked = config.compatibility
     for name, own in _LAYOUT.items():
         size, given = getattr(config.parallel, own), getattr(asked, name)

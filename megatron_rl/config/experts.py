@@ -44,7 +44,7 @@ class ExpertConfig:
 
 
 def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Settings that experts need, and that they cannot be combined with."""
+    """Report settings that experts need, and that they cannot be combined with."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     if model.num_experts is None:
         for name in (*_OF_ROUTERS, *(each.name for each in flags_of(ExpertConfig))):

@@ -179,29 +179,29 @@ def _flag_of(field: dataclasses.Field, hint: Any, help_text: str) -> Flag:
 
 
 def without_effect(config: RLConfig, names: Iterable[str], what: str) -> Iterator[Finding]:
-    """A finding for each flag of ``names`` that the user typed: nobody reads it without ``what``."""
+    """Report each flag of ``names`` that the user typed and that nobody reads without ``what``."""
     return ((name, f"has no effect without {what}") for name in names if name in config.typed)
 
 
 def listed(choices: Sequence[Any]) -> str:
-    """``1, 2 or 4``."""
+    """Join the values in words: ``1, 2 or 4``."""
     *head, last = map(str, choices)
     return f"{', '.join(head)} or {last}" if head else last
 
 
 def divisors(value: int) -> str:
-    """``10`` -> ``1, 2, 5 or 10``."""
+    """List the divisors: ``10`` -> ``1, 2, 5 or 10``."""
     return listed(_divisors(value))
 
 
 def nearest_divisors(value: int, wanted: int) -> str:
-    """``(32, 12)`` -> ``8 or 16``; above ``value`` only ``value`` itself."""
+    """Name the nearest divisors: ``(32, 12)`` -> ``8 or 16``; above ``value`` only ``value`` itself."""
     found = _divisors(value)
     return listed([n for n in found if n <= wanted][-1:] + [n for n in found if n > wanted][:1])
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
-    """``(4100, 8)`` -> ``4096 or 4104``; below the divisor only the divisor itself."""
+    """Name the nearest multiples: ``(4100, 8)`` -> ``4096 or 4104``; below the divisor only the divisor itself."""
     below = value // divisor * divisor
     return f"{below} or {below + divisor}" if below else f"{divisor}"
 

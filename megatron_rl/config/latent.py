@@ -43,7 +43,7 @@ class LatentConfig:
 
 
 def latent_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Sizes that latent attention needs, and that fit neither each other nor the tensor-parallel size."""
+    """Report sizes that latent attention needs, and that fit neither each other nor the tensor-parallel size."""
     latent, model, parts = config.latent, config.model, config.parallel.tensor_model_parallel_size
     if not latent.multi_latent_attention:
         names = [each.name for each in flags_of(LatentConfig) if each.name != "multi_latent_attention"]
@@ -73,7 +73,7 @@ def latent_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def latent_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What latent attention is not built with."""
+    """Report what latent attention is not built with."""
     if not config.latent.multi_latent_attention:
         return
     for name, value in _PLAIN.items():

@@ -47,7 +47,7 @@ def critic_lora_of(config: RLConfig) -> Lora | None:
 
 
 def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Adapters that the model has no place for, and combinations that are not built."""
+    """Report adapters that the model has no place for, and combinations that are not built."""
     lora = lora_of(config)
     if lora is None:
         names = LoraConfig.__dataclass_fields__.keys() - {"load_lora"}  # which has a rank, or cannot be read

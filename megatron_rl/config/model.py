@@ -149,7 +149,7 @@ class TokenizerConfig:
 
 
 def shape_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Heads and widths that do not fit each other or the tensor-parallel size."""
+    """Report heads and widths that do not fit each other or the tensor-parallel size."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     not_divisible = f"is not divisible by tensor-parallel size {parts}: each rank holds"
@@ -248,7 +248,7 @@ _OF_GPT_OSS = {
 
 
 def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Which of these need each other, and what cannot be combined with them."""
+    """Report which of these need each other, and what cannot be combined with them."""
     layers, model = config.layers, config.model
     gates = [*(name for name in ("geglu", "quick_geglu") if getattr(layers, name)), *["swiglu"] * model.swiglu]
     if len(gates) > 1:

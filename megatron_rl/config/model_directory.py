@@ -116,7 +116,7 @@ def _checkpoints(reading: Reading) -> dict[str, str]:
 
 
 def saved_model(path: str) -> SavedModel | None:
-    """What a checkpoint of ours says; None where there is none, or one of Megatron-LM or of an earlier version.
+    """Return what a checkpoint of ours says; None where there is none, or one of Megatron-LM or of an earlier version.
 
     Whether it is whole is found out later: all checkpoints of a run say the same. A pattern stands for what it matches.
     """

@@ -104,7 +104,7 @@ class KernelConfig:
 
 
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
-    """Sizes that do not divide the world size, and overlap without what it overlaps."""
+    """Report sizes that do not divide the world size, and overlap without what it overlaps."""
     parallel, size = config.parallel, config.model_parallel_size
     needed = math.lcm(size, config.expert_parallel_ranks)
     if world_size % size:
@@ -126,14 +126,14 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
 
 
 def context_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """An engine that would take its ranks for parts of a model. Attention backends check themselves."""
+    """Report an engine that would take its ranks for parts of a model. Attention backends check themselves."""
     if config.parallel.context_parallel_size > 1 and config.rollout.rl_inference_engine == "mcore":
         text = "with --rl-inference-engine mcore, which does not take these ranks for replicas; use"
         yield "context_parallel_size", f"{text} --rl-inference-engine rollout"
 
 
 def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Layers that stages cannot share, and an engine that is not built for stages."""
+    """Report layers that stages cannot share, and an engine that is not built for stages."""
     parallel, layers, stages = config.parallel, config.model.num_layers, config.stages
     size, chunks = stages.count, stages.chunks
     uneven = [f"--decoder-{end}-pipeline-num-layers" for end in ("first", "last") if getattr(stages, end) is not None]
@@ -159,7 +159,7 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Experts that ranks cannot share, and an engine that is not built for it."""
+    """Report experts that ranks cannot share, and an engine that is not built for it."""
     parallel, experts = config.parallel, config.model.num_experts
     size, cut, parts = (
         parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
@@ -208,7 +208,7 @@ def _cannot_share(layers: int, stages: Stages, uneven: Sequence[str]) -> str:
 
 
 def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Attention kernels that are not built, and recomputation that does not say of what."""
+    """Report attention kernels that are not built, and recomputation that does not say of what."""
     kernels, chunks, count = config.kernels, _layers_of_chunks(config), config.kernels.recompute_num_layers
     if kernels.attention_backend in ("fused", "unfused", "local"):
         yield "attention_backend", "has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash"

@@ -77,7 +77,7 @@ class QuantizationConfig:
 
 
 def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """fp16, and what fp8 training takes on local layers and on those of Transformer Engine."""
+    """Report fp16, and fp8 training that local layers or those of Transformer Engine do not take."""
     form, recipe = config.precision.fp8_format, config.precision.fp8_recipe
     if config.precision.fp16:
         yield "fp16", "is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
@@ -122,7 +122,7 @@ def _engine_fp8(config: RLConfig) -> Iterator[Finding]:
 
 
 def moment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """`--use-precision-aware-optimizer`, and dtypes that do nothing without it."""
+    """Report a wrong `--use-precision-aware-optimizer`, and dtypes that do nothing without it."""
     precision, flag_ = config.precision, "use_precision_aware_optimizer"
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(precision, name)
@@ -139,7 +139,7 @@ def moment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What layers of Transformer Engine are not built for."""
+    """Report what layers of Transformer Engine are not built for."""
     if config.kernels.transformer_impl != "transformer_engine":
         return
     if config.rollout.rl_inference_engine == "mcore":
@@ -149,7 +149,7 @@ def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Quantised rollouts and aligned training, as far as flags alone can tell; `preflight` looks at the layers."""
+    """Report wrong quantised rollouts and aligned training by flags alone; `preflight` looks at the layers."""
     settings, plain = config.quantization, config.quantization.rl_rollout_quantization == "none"
     if settings.rl_quantization_skip and plain:
         yield "rl_quantization_skip", "without --rl-rollout-quantization has nothing to skip; leave it out"
@@ -175,7 +175,7 @@ def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def cache_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """A KV cache with fewer bits than the model's numbers."""
+    """Report a KV cache with fewer bits than the model's numbers."""
     settings = config.quantization
     if not config.kv_cache_is_rounded:
         return

@@ -103,12 +103,12 @@ class LoggingConfig:
 
 
 def names_several(path: str | None) -> bool:
-    """Whether it is a pattern, which the shell was kept from expanding."""
+    """Return whether it is a pattern, which the shell was kept from expanding."""
     return path is not None and "*" in path
 
 
 def record_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Where a run starts and writes."""
+    """Report what is wrong with where a run starts and writes."""
     checkpoint, evaluates = config.checkpoint, config.training.eval_interval is not None
     starts = checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf
     if config.training.eval_only and not starts:

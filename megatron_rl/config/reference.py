@@ -55,7 +55,7 @@ def _entry(flag: Flag) -> list[str]:
 
 
 def reference_text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [_HEADER]
     for section, cls in section_classes().items():
         lines += [f"## {section}", "", cls.__doc__.splitlines()[0], ""]

@@ -146,11 +146,11 @@ class RLConfig:
         )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among ``world_size`` ranks."""
+        """Return copies of the model among ``world_size`` ranks."""
         return max(1, world_size // self.model_parallel_size)
 
     def rollout_replicas(self, world_size: int) -> int:
-        """Copies of the model in rollouts: ranks that share a sequence in training have one each."""
+        """Return copies of the model in rollouts: ranks that share a sequence in training have one each."""
         return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
 
     @property
@@ -218,7 +218,7 @@ class RLConfig:
         return self.kv_cache_dtype != self._model_dtype
 
     def kv_cache_bytes(self, tokens: int, layout: ModelLayout | None = None) -> int:
-        """Of one sequence: keys and values, and its experts where recorded.
+        """Return the bytes of one sequence: keys and values, and its experts where recorded.
 
         On the stage of ``layout``; without it on the stage that keeps the most.
         """
@@ -247,7 +247,7 @@ def section_classes() -> dict[str, type]:
 
 @functools.cache
 def all_flags() -> tuple[Flag, ...]:
-    """Every flag of every section."""
+    """Return every flag of every section."""
     return tuple(flag for cls in section_classes().values() for flag in flags_of(cls))
 
 

@@ -135,7 +135,7 @@ class RolloutConfig:
 
 
 def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Lengths that do not fit the engine, the model's positions or the trainer's micro-batches."""
+    """Report lengths that do not fit the engine, the model's positions or the trainer's micro-batches."""
     rollout, training, positions = config.rollout, config.training, config.model.max_position_embeddings
     longest, bin_size = rollout.inference_max_seq_length, config.training.rl_sequence_packing_bin_size
     if longest is None:
@@ -165,7 +165,7 @@ def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def cache_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Two limits of the KV cache."""
+    """Report limits of the KV cache that exclude each other."""
     given = config.rollout.inference_dynamic_batching_buffer_size_gb
     if given is not None and config.rollout.rl_rollout_memory_fraction is not None:
         yield "rl_rollout_memory_fraction", (
@@ -174,7 +174,7 @@ def cache_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Sampling that the trainer would not score as such, or that the chosen engine cannot do."""
+    """Report sampling that the trainer would not score as such, or that the chosen engine cannot do."""
     rollout = config.rollout
     if "" in rollout.rl_stop_strings:
         yield Problem(

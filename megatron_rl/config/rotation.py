@@ -40,7 +40,7 @@ class RotationConfig:
 
 
 def rotation_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What YaRN needs, and what it cannot be combined with."""
+    """Report what YaRN lacks, and what it cannot be combined with."""
     rotation, model = config.rotation, config.model
     for name in ("rope_type", "rotary_seq_len_interpolation_factor"):
         if getattr(rotation, name) not in ("rope", None) and config.rollout.rl_inference_engine != "rollout":

@@ -162,7 +162,7 @@ class TeacherConfig:
 
 
 def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
-    """Batches that do not divide what a step brings."""
+    """Report batches that do not divide what a step brings."""
     training, algorithm, replicas = config.training, config.algorithm, config.data_parallel_size(world_size)
     batch, samples = training.global_batch_size, config.samples_per_step
     if training.train_samples is not None and training.train_samples < samples:
@@ -190,7 +190,7 @@ def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
 
 
 def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """The length of the run, and learning rates."""
+    """Report a length of the run, and learning rates, that do not fit."""
     training, schedule, lr = config.training, config.schedule, config.optimizer.lr
     if training.train_iters is None and training.train_samples is None and not training.estimate:
         yield "train_iters", "is missing: the run needs an end; give --train-iters N or --train-samples N"
@@ -208,7 +208,7 @@ def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Phases of the schedule that are counted in another unit than the run, or do not fit the decay."""
+    """Report phases of the schedule that are counted in another unit than the run, or do not fit the decay."""
     training, schedule = config.training, config.schedule
     by_steps = training.train_samples is None
     length, unit, other = ("train-iters", "iters", "samples") if by_steps else ("train-samples", "samples", "iters")
@@ -247,7 +247,7 @@ def critic_config(config: RLConfig) -> RLConfig:
 
 
 def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Flags that have no effect without a critic, and combinations that are not built."""
+    """Report flags that have no effect without a critic, and combinations that are not built."""
     critic, algorithm, steps = config.critic, config.algorithm, config.total_steps
     if config.training.eval_only:
         return
@@ -273,7 +273,7 @@ def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def teacher_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Flags that have no effect without a teacher, and programs without samples to score."""
+    """Report flags that have no effect without a teacher, and programs without samples to score."""
     teacher = config.teacher
     if teacher.rl_teacher_load_hf is None:
         names = TeacherConfig.__dataclass_fields__

@@ -121,7 +121,7 @@ class Endpoint:
                 self._condition.wait(timeout)
 
     async def wait(self, timeout: float) -> None:
-        """The same for a thread with an event loop."""
+        """Wait as `answer` does, in a thread with an event loop."""
         came = asyncio.Event()
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, came.set)
         with self._condition:

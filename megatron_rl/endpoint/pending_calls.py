@@ -233,7 +233,7 @@ class PendingCalls:
             reading.add_done_callback(partial(_settle, pending.answer))
 
     def is_streamed(self, number: int) -> bool:
-        """Whether `progress` of a call is wanted; may be asked from any thread."""
+        """Return whether `progress` of a call is wanted; may be asked from any thread."""
         pending = self._pending.get(number)
         return pending is not None and pending.on_progress is not None
 

@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def new(words: Sequence[str]) -> int:
-    """``megatron-rl new NAME``."""
+    """Run ``megatron-rl new NAME``."""
     return main(["new", *words])
 
 
 def test(words: Sequence[str]) -> int:
-    """``megatron-rl test ENVIRONMENT``."""
+    """Run ``megatron-rl test ENVIRONMENT``."""
     return main(["test", *words])
 
 

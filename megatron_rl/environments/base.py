@@ -75,21 +75,21 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self, split: Split) -> Iterable[Task]:
-        """The tasks of ``train`` or of the held-out ``test``, in the same order on every call."""
+        """Yield the tasks of ``train`` or of the held-out ``test``, in the same order on every call."""
 
     @abstractmethod
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
-        """The reward of ``transcript``; a function of the arguments alone."""
+        """Return the reward of ``transcript``; a function of the arguments alone."""
 
     def step(self, task: Task, state: Any, turn: Turn) -> Step:
-        """The answer to one turn of the model; a function of the arguments alone.
+        """Return the answer to one turn of the model; a function of the arguments alone.
 
         ``state`` is None in the first turn and then what the step before returned.
         """
         return Step(done=True, reward=self.grade(task, turn))
 
     def demonstrations(self, split: Split) -> Iterable[Demonstration]:
-        """Worked solutions for the supervised warm start; none unless the environment has some.
+        """Yield worked solutions for the supervised warm start; none unless the environment has some.
 
         They are consumed in the order given, once each: the order is the curriculum. They may turn imperfect
         on purpose, but the first ones are expected to deserve the maximum reward.
@@ -97,22 +97,22 @@ class Environment(ABC):
         return ()
 
     def gold_answer(self, task: Task) -> str | None:
-        """A completion that deserves the maximum reward, or None; only the environment's self-test asks."""
+        """Return a completion that deserves the maximum reward, or None; only the environment's self-test asks."""
         return None
 
     def gold_turns(self, task: Task) -> Sequence[str] | None:
-        """The model's turns in a conversation that earns the maximum reward; only the self-test asks."""
+        """Return the model's turns in a conversation that earns the maximum reward; only the self-test asks."""
         answer = self.gold_answer(task)
         return None if answer is None else [answer]
 
     @classmethod
     def description(cls) -> str:
-        """The first line of the docstring."""
+        """Return the first line of the docstring."""
         return inspect.getdoc(cls).partition("\n")[0] if cls.__doc__ else ""
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """The options ``__init__`` declares, those of parents included where it passes ``**options`` on."""
+        """Return the options ``__init__`` declares, those of parents included where it passes ``**options`` on."""
         found: dict[str, inspect.Parameter] = {}
         for parent in cls.__mro__[:-1]:  # the last is `object`
             if "__init__" not in vars(parent):
@@ -142,7 +142,7 @@ class Environment(ABC):
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:
-        """An instance with the options ``given``; every way this can fail is a ``ConfigError``."""
+        """Return an instance with the options ``given``; every way this can fail is a ``ConfigError``."""
         problems = cls.option_problems(given)
         if problems:
             raise ConfigError(problems)
@@ -215,7 +215,7 @@ class HarnessEnvironment(Environment):
 
     @abstractmethod
     def run(self, task: Task, client: openai.OpenAI) -> float | Grade:
-        """The reward of one sample; ``async def run`` is given an ``openai.AsyncOpenAI``.
+        """Run one sample and return its reward; ``async def run`` is given an ``openai.AsyncOpenAI``.
 
         The client's base URL is the sample's own: every token the model says to it is trained on with this reward.
         What is raised here masks the sample.
@@ -243,7 +243,7 @@ class HarnessEnvironment(Environment):
         return made
 
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
-        """Never asked: ``run`` says what a sample is worth."""
+        """Raise: never called, because ``run`` says what a sample is worth."""
         raise NotImplementedError(f"{self.name} is a harness: its samples are run, not graded")
 
 
@@ -257,7 +257,7 @@ def fits(value: object, default: object) -> bool:
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """The tail of an error message about an unknown ``name``: the nearest known names, else all of them."""
+    """Return the tail of an error message about an unknown ``name``: the nearest known names, else all of them."""
     names = sorted(known)
     name = (name if isinstance(name, str) else shorten(name))[:LONGEST_NAME]
     lowered = {candidate.lower(): candidate for candidate in names}
@@ -268,7 +268,7 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
 
 def split_of(text: str, held_out: int = 16) -> Split:
-    """The split of a generated task, one in ``held_out`` being a test: by a hash (FNV-1a) of its text alone, so that no
+    """Choose the split of a generated task, one in ``held_out`` a test: by a hash (FNV-1a) of its text, so that no
     text can be in both, whatever the options."""
     value = 2166136261
     for character in text:
@@ -279,7 +279,7 @@ def split_of(text: str, held_out: int = 16) -> Split:
 def drawn_tasks(
     draw: Callable[[], Task], split: Split, count: int, few: str = "", repeats: bool = False
 ) -> Iterator[Task]:
-    """Up to ``count`` tasks of a split, which ``split_of`` their id tells, as they are drawn; none twice, unless
+    """Yield up to ``count`` tasks of a split, which ``split_of`` their id tells, as they are drawn; none twice, unless
     ``repeats``. Where no more are found it ends, or raises ``ValueError`` with the advice ``few``."""
     seen: set[str] = set()
     found = misses = 0

@@ -67,7 +67,7 @@ def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
 
 
 def read_rows(environment: Environment, what: str, split: Split, seconds: float) -> tuple[object, ...]:
-    """All ``tasks`` or ``demonstrations`` of a split; ``EnvironmentFault`` names the first that cannot be used."""
+    """Read all ``tasks`` or ``demonstrations`` of a split; ``EnvironmentFault`` names the first unusable one."""
     rows = []
     for row, problems in _walk(environment, what, split, {}, seconds):
         if problems:

@@ -69,7 +69,7 @@ class Answer:
 
 
 def start_child(module: str, environment: Mapping[str, str], **streams: Any) -> tuple[subprocess.Popen, Connection]:
-    """A process that runs ``module``, which finds its ``parent_channel``, and the other end of that channel."""
+    """Start a process that runs ``module``, which finds its ``parent_channel``; return the other end, too."""
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         process = subprocess.Popen(
@@ -92,12 +92,12 @@ def parent_channel() -> Connection:
 
 
 def importable() -> dict[str, str]:
-    """The variable with which a child imports what this process can, wherever it was started from."""
+    """Return the variable with which a child imports what this process can, wherever it was started from."""
     return {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process as soon as the thread of ``parent`` that started it ends, however it ends."""
+    """Have this process killed as soon as the thread of ``parent`` that started it ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
@@ -137,7 +137,7 @@ def kill_group(pid: int) -> None:
 def run_in_children(
     program: str, work: str, arguments: Mapping[str, Any], seconds: float
 ) -> tuple[Answer, dict[str, str]]:
-    """The answer without the stages that ended their child, and the problem of each of those by its key."""
+    """Return the answer without the stages that ended their child, and the problem of each of those by its key."""
     failures: dict[str, str] = {}
     while True:
         answer = run_in_child(program, work, {**arguments, "skip": list(failures)}, seconds)
@@ -147,7 +147,7 @@ def run_in_children(
 
 
 def run_in_child(program: str, work: str, arguments: Mapping[str, Any], seconds: float) -> Answer:
-    """The answer of ``work(**arguments)`` in the module ``program``; each stage it reports may take ``seconds``."""
+    """Return what ``work(**arguments)`` of the module ``program`` answers; each stage may take ``seconds``."""
     key, who, doing, limit = "", "the process that loads modules", "it started", max(seconds, START_SECONDS)
     with tempfile.TemporaryFile() as printed:
         process, channel = start_child(program, os.environ, stdout=printed, stderr=subprocess.STDOUT)

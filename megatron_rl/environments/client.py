@@ -79,14 +79,14 @@ class EnvironmentClient:
         self._places, self._runs = asyncio.Semaphore(CONCURRENT), asyncio.Semaphore(RUNNING)
 
     async def grade(self, environment: str, items: Sequence[Item]) -> list[Grade]:
-        """One grade for each sample or turn of a conversation, in order; to be awaited on one event loop."""
+        """Grade each sample or turn of a conversation, in order; to be awaited on one event loop."""
         body = [wire.item_to_json(item) for item in items]
         results = await self._post(f"{environment}/grade", body, self._places, self._timeout)
         self._counts["late_completions"] += sum(result.status == "timeout" for result in results)
         return results
 
     async def run(self, environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
-        """One grade for each sample of a group of a harness, in order; when this is cancelled, the samples' processes
+        """Run a group of a harness, return a grade a sample, in order; when this is cancelled, the samples' processes
         are killed.
 
         There is no timeout: every sample has the harness's own deadline, which starts when its process does. Nothing
@@ -119,11 +119,11 @@ class EnvironmentClient:
             return [failed("environment_exception", f"the server's answer cannot be read: {error}")] * len(items)
 
     def fetch_tasks(self, environment: str, split: Split) -> list[Task]:
-        """All tasks of a split; ``EnvironmentFault`` when they cannot be had."""
+        """Return all tasks of a split; ``EnvironmentFault`` when they cannot be had."""
         return [wire.task_from_json(row) for row in self._fetch(environment, "tasks", split)]
 
     def fetch_demonstrations(self, environment: str, split: Split) -> list[Demonstration]:
-        """All demonstrations of a split in the order of the curriculum; often none."""
+        """Return all demonstrations of a split in the order of the curriculum; often none."""
         return [wire.demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
 
     def environments(self) -> tuple[wire.ServedEnvironment, ...]:
@@ -149,11 +149,11 @@ class EnvironmentClient:
             return False
 
     def counters(self) -> dict[str, int]:
-        """Requests sent again, waits for a busy server, and samples whose grader ran out of time twice, so far."""
+        """Count requests sent again, waits for a busy server, and samples whose grader timed out twice, so far."""
         return dict(self._counts)
 
     def server_counters(self) -> tuple[int, dict[str, int]]:
-        """The server's process id, and what its workers did; ``EnvironmentFault`` when it does not answer."""
+        """Return the server's process id, and what its workers did; ``EnvironmentFault`` when it does not answer."""
         answer = self._at_once("/v1/counters", QUICK_SECONDS)
         return answer["pid"], answer["counters"]
 

@@ -93,7 +93,7 @@ class EnvironmentSpec:
     """Whether the user gave the name."""
 
     def create(self) -> Environment:
-        """The environment with its options; ``ConfigError`` when it cannot be set up."""
+        """Return the environment with its options; ``ConfigError`` when it cannot be set up."""
         found = find_environment(self.reference)
         environment = (found if self.mcp is None else with_tools(found)).from_options(self.options)
         for name, value in {"evaluation_only": self.evaluation_only, **self.overrides}.items():
@@ -118,7 +118,7 @@ class EnvironmentSpec:
 def load_environment_specs(
     path: str | Path, skip: Collection[str] = (), begin: BeginEntry = ignore
 ) -> list[EnvironmentSpec]:
-    """The entries of the YAML list at ``path``; one ``ConfigError`` carries all problems found.
+    """Return the entries of the YAML list at ``path``; one ``ConfigError`` carries all problems found.
 
     Imports the modules they name, except those of the entries to ``skip``, by file and line: they are left out.
     """

@@ -27,7 +27,7 @@ _HTTP = {"verify": httpx.create_ssl_context(trust_env=False), "trust_env": False
 
 
 def run_harness(environment: HarnessEnvironment, run: HarnessRun) -> Grade:
-    """The verdict on one sample, whatever the author's code does; the client's key is in no part of it."""
+    """Return the verdict on one sample, whatever the author's code does; the client's key is in no part of it."""
     result = grade_or_failure(environment, run.task, lambda: checked_grade(_reward(environment, run)))
     texts = {"message": result.message, "status": result.status, "extracted": result.extracted}
     return replace(result, **{name: text and text.replace(run.api_key, "[key]") for name, text in texts.items()})

@@ -127,7 +127,7 @@ class Judge:
         self._url = self._url.rstrip("/") + "/chat/completions"
 
     def verdict(self, question: str, answer: str, reference: str = "") -> float:
-        """The reward, from 0 to 1.
+        """Ask the judge and return the reward, from 0 to 1.
 
         Raises:
             JudgeError: the judge cannot be reached, refuses, takes too long, or says nothing that can be read.

@@ -42,7 +42,7 @@ Begin = Callable[[str], None]
 
 
 def ignore(*_: str) -> None:
-    """The ``Begin`` of who does not care."""
+    """Do nothing: the ``Begin`` of callers that do not follow the stages."""
 
 
 def discover(
@@ -65,7 +65,7 @@ def discover(
 
 
 def find_environment(reference: str, begin: Begin = ignore) -> type[Environment]:
-    """The class named by ``reference``: ``module:Class``, ``file.py:Class``, or a name in any case and with ``Agent``.
+    """Find the class named by ``reference``: ``module:Class``, ``file.py:Class``, or a name, with or without ``Agent``.
 
     Of a dotted name (``examples.rl.environments.dapo_agent.DAPOAgent``) only the last part counts.
     """
@@ -187,7 +187,7 @@ def _import_module(module_name: str, reference: str) -> ModuleType:
 
 
 def reason_of(error: BaseException) -> str:
-    """``KeyError: 'gold' (parity.py:12)``: type, text and the last line that is the author's."""
+    """Return ``KeyError: 'gold' (parity.py:12)``: type, text and the last line that is the author's."""
     if isinstance(error, ConfigError):
         return one_line(str(error))
     frames = authors_frames(error)
@@ -219,6 +219,6 @@ def _checked_class(value: object, reference: str) -> type[Environment]:
 
 
 def canonical(name: str) -> str:
-    """``WordCountAgent``, ``word_count_agent`` and ``word-count`` are all ``wordcount``."""
+    """Return the plain name: ``WordCountAgent``, ``word_count_agent`` and ``word-count`` are all ``wordcount``."""
     joined = re.sub("[_-]", "", name.lower())
     return joined.removesuffix("agent") or joined

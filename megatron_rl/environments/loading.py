@@ -59,7 +59,7 @@ class DataSize:
 
 
 def list_environments(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
-    """The description of every environment there is by name, and the problem and traceback of each broken one."""
+    """Return the description of every environment by name, and the problem and traceback of each broken one."""
     answer, failures = run_in_children(PROGRAM, "find_all", {}, seconds)
     if answer.problems:
         raise ConfigError(answer.problems)
@@ -69,7 +69,7 @@ def list_environments(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], di
 
 
 def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
-    """Names and descriptions of all environments, and why some cannot be imported."""
+    """Return names and descriptions of all environments, and why some cannot be imported."""
 
     def begin(module: str) -> None:
         report(module, f"environment {module!r}", "it was imported")
@@ -81,7 +81,7 @@ def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
 
 
 def self_test(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
-    """The self-test of the environment ``name`` with ``options`` such as ``max_terms=6``, or of those of a list.
+    """Run the self-test of the environment ``name`` with ``options`` such as ``max_terms=6``, or of those of a list.
 
     The results have a ``title`` and ``checks``: rows of name, verdict (None: there is nothing to check) and detail.
     """
@@ -89,7 +89,7 @@ def self_test(name: str, options: Sequence[str], limit: int, seconds: float = LO
 
 
 def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> list[dict[str, Any]]:
-    """The self-test of one environment, or of the entries of a list."""
+    """Run the self-test of one environment, or of the entries of a list."""
 
     def begin(doing: str) -> None:
         report(name, f"environment {name!r}", doing)
@@ -126,7 +126,7 @@ def _values(pairs: Sequence[str]) -> dict[str, object]:
 
 
 def survey_list(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
-    """The environments of the list at ``path``; one ``ConfigError`` carries all problems found."""
+    """Return the environments of the list at ``path``; one ``ConfigError`` carries all problems found."""
     arguments = {"path": str(path), "demonstrations": demonstrations}
     answer, failures = run_in_children(PROGRAM, "survey", arguments, seconds)
     lines = sorted(failures, key=lambda where: int(where.rpartition(":")[2]))
@@ -181,7 +181,7 @@ def _surveyed(
 
 
 def data_size(entry: str, demonstrations: bool, seconds: float = LOAD_SECONDS) -> DataSize:
-    """The size of what the environment ``entry`` trains on: its tasks, or its ``demonstrations``.
+    """Return the size of what the environment ``entry`` trains on: its tasks, or its ``demonstrations``.
 
     Raises:
         ConfigError: it cannot be read; says why.

@@ -166,7 +166,7 @@ class EnvironmentCounters:
         """By the process that counts and name: a new server counts from 0."""
 
     def since_last_call(self) -> dict[str, int]:
-        """New events by name. A server that cannot be asked has none: its counts come with a later call, unless
+        """Return new events by name. A server that cannot be asked has none: its counts come with a later call, unless
         it dies before."""
         totals = {(os.getpid(), name): count for name, count in self._client.counters().items()}
         if self._server is not None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def judge(environment: Environment, item: Item) -> Grade:
-    """The environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
+    """Return the environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
     ``continuation`` unless the conversation ends here."""
     if len(item) == 2:
         return grade_or_failure(environment, item[0], lambda: checked_grade(environment.grade(*item)))
@@ -68,7 +68,7 @@ def _answer(environment: Environment, step: Step) -> Grade:
 
 
 def continuation_of(messages: object, state: object) -> Continuation:
-    """A continuation that JSON returns unchanged; ``WireError`` or ``TypeError`` says what does not."""
+    """Return a continuation that JSON returns unchanged; ``WireError`` or ``TypeError`` says what does not."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise WireError(f"messages is {messages!r:.80}; a step that is not done needs a tuple of messages")
     kept = messages_of([dict(message) for message in messages], "messages")
@@ -101,7 +101,7 @@ def is_right(grade: Grade, reward_range: tuple[float, float | None]) -> bool | N
 
 
 def checked_grade(verdict: object) -> Grade:
-    """The result of a reward or ``Grade``, or the error ``invalid_reward`` when it is not a finite number.
+    """Return the result of a reward or ``Grade``, or the error ``invalid_reward`` when it is not a finite number.
 
     A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
     among the metrics.
@@ -132,12 +132,12 @@ def _is_finite(value: object) -> bool:
 
 
 def failed(code: str, message: str) -> Grade:
-    """The result of a sample that could not be graded."""
+    """Return the result of a sample that could not be graded."""
     return Grade(None, code=code, message=message)
 
 
 def result_to_json(result: Grade) -> dict[str, Any]:
-    """The JSON object of a result. Long texts are cut here, once keys in them are replaced: half a key is not found."""
+    """Return a result's JSON object. Long texts are cut here, once keys in them are replaced: no half keys stay."""
     if result.failed:
         return {"status": "error", "code": result.code, "message": result.message[:MAX_MESSAGE]}
     shown = {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
@@ -150,7 +150,7 @@ def result_to_json(result: Grade) -> dict[str, Any]:
 
 
 def result_from_json(item: object, where: str = "result") -> Grade:
-    """The result of a JSON object; its reward is checked again, whoever sent it."""
+    """Return the result of a JSON object; its reward is checked again, whoever sent it."""
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
     told = (item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))

@@ -58,7 +58,7 @@ class Check:
 
 
 def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore) -> list[Check]:
-    """All checks, the graded ones on the first ``limit`` tasks of each split, a harness's on ``MOST_RUN`` at most."""
+    """Run all checks, the graded ones on the first ``limit`` tasks of each split, a harness's on ``MOST_RUN``."""
     problems = survey_tasks(environment, begin).problems
     if problems:
         return [Check("tasks", False, "; ".join(problems))]
@@ -135,7 +135,7 @@ def _speed(grade: GradeCase, answers: Sequence[Case], slowest: int | None) -> Ch
 
 
 def rehearse(environment: HarnessEnvironment, task: Task, turns: Sequence[Said]) -> Grade:
-    """The result of a harness whose model says one of ``turns`` at each call; one more call is refused."""
+    """Return the result of a harness whose model says one of ``turns`` at each call; one more call is refused."""
     from megatron_rl.environments.harness import run_harness  # needs an extra, and graders do without
 
     script = always("") if turns == EMPTY else script_of(turns)
@@ -144,7 +144,7 @@ def rehearse(environment: HarnessEnvironment, task: Task, turns: Sequence[Said])
 
 
 def play(environment: Environment, task: Task, turns: Sequence[str]) -> Grade:
-    """The result of a conversation in which the model says ``turns``; a step of a single turn is a grade."""
+    """Return the result of a conversation in which the model says ``turns``; a step of a single turn is a grade."""
     result, state = Grade(None, code="no_turns"), None
     for number, text in enumerate(turns):
         last = number + 1 == environment.max_turns
@@ -160,18 +160,18 @@ def _shown(turns: Sequence[Said]) -> str:
 
 
 def script_of(turns: Sequence[Said]) -> Script:
-    """The turns one after the other."""
+    """Return the turns one after the other."""
     return lambda number: turns[number] if number < len(turns) else None
 
 
 def always(said: Said) -> Script:
-    """The same at every call, up to ``MAX_CALLS``."""
+    """Return the same at every call, up to ``MAX_CALLS``."""
     return lambda number: said if number < MAX_CALLS else None
 
 
 @contextlib.contextmanager
 def scripted_model(script: Script) -> Iterator[str]:
-    """The ``base_url`` of a model that follows ``script``, on a free port of loopback."""
+    """Serve a model that follows ``script`` on a free port of loopback; yield its ``base_url``."""
     server = _Server(script)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

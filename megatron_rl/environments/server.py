@@ -80,7 +80,7 @@ class Environments(Served):
 
 class Rows(Served):
     def get(self, name: str, what: str) -> dict[str, Any]:
-        """A page of tasks or demonstrations."""
+        """Return a page of tasks or demonstrations."""
         split = request.args.get("split", "train")
         if split not in get_args(Split):
             abort(422, message=f"split is {split!r}; use one of {', '.join(get_args(Split))}")
@@ -94,7 +94,7 @@ class Rows(Served):
 
 class Graded(Served):
     def post(self, name: str) -> dict[str, Any]:
-        """A grade for each item, in order; a bad sample is a result of its own, never an exception."""
+        """Return a grade for each item, in order; a bad sample is a result of its own, never an exception."""
         service = self.service
         service.environment(name)
         if not service.places.acquire(timeout=PATIENCE_SECONDS):
@@ -159,7 +159,7 @@ class Channel(HTTPChannel):
 
 
 def create_app(service: Service) -> Flask:
-    """The application that serves the environments of ``service`` to whoever presents its token."""
+    """Return the application that serves the environments of ``service`` to whoever presents its token."""
     app = Flask("megatron_rl.environments", static_folder=None)
     app.config["RESTFUL_JSON"] = {"allow_nan": False}  # its default writes NaN, which is not JSON
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
@@ -265,7 +265,7 @@ def _announced(address: wire.Address, address_file: str | Path | None) -> Iterat
 
 
 def refuse_remote(host: str, allow_remote: bool, why: str) -> None:
-    """``ConfigError`` for a host that is not loopback, unless it is allowed; ``why`` not."""
+    """Raise ``ConfigError`` for a host that is not loopback, unless it is allowed; ``why`` not."""
     try:
         loopback = ipaddress.IPv4Address(host).is_loopback
     except ValueError as error:

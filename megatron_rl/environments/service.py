@@ -59,13 +59,13 @@ class Service:
         return {"environments": [(spec.reference, dict(spec.options)) for spec in specs], "variables": variables}
 
     def environment(self, name: str) -> Environment:
-        """The environment of that name; answers 404 with the nearest names otherwise."""
+        """Return the environment of that name; answers 404 with the nearest names otherwise."""
         if name not in self.environments:
             abort(404, message=f"unknown environment {name!r}{suggestion(name, self.environments)}")
         return self.environments[name]
 
     def rows(self, name: str, what: str, split: Split) -> Sequence[Any]:
-        """All ``tasks`` or ``demonstrations`` of a split, read at the first call; answers 500 for unusable ones."""
+        """Read all ``tasks`` or ``demonstrations`` of a split at the first call; answers 500 for unusable ones."""
         environment, key = self.environment(name), (name, what, split)
         with self._reading:  # two requests at start would both read the data set
             if key not in self._lists:
@@ -77,7 +77,7 @@ class Service:
             return self._lists[key]
 
     def judge(self, name: str, items: Sequence[Item]) -> list[Grade]:
-        """One result for each sample or step, in order; ``EnvironmentFault`` when nothing can be graded now."""
+        """Return one result for each sample or step, in order; ``EnvironmentFault`` when nothing can be graded now."""
         environment = self.environment(name)
         if isinstance(environment, HarnessEnvironment):
             abort(422, message=f"{name!r} is a harness, whose samples are not graded; use its route /run")
@@ -90,7 +90,7 @@ class Service:
         return self.callers.grade(spec.reference, spec.options, items, deadline, lowest, environment.mcp_served)
 
     def run(self, name: str, runs: Sequence[HarnessRun], gone: Callable[[], bool]) -> list[Grade]:
-        """One result for each sample of a harness, in order; none when whoever asked is ``gone``."""
+        """Return one result for each sample of a harness, in order; none when whoever asked is ``gone``."""
         environment = self.environment(name)
         if not isinstance(environment, HarnessEnvironment):
             abort(422, message=f"{name!r} is no harness; its samples are graded by its route /grade")

@@ -78,7 +78,7 @@ class tool:
         return self if environment is None else types.MethodType(self._function, environment)
 
     def run(self, environment: ToolEnvironment, task: Task, arguments: Mapping[str, Any]) -> str:
-        """The result as text; raises what the author's code raises."""
+        """Return the result as text; raises what the author's code raises."""
         given = {**arguments, self._task: task} if self._task else arguments
         result = self._function(environment, **given)
         return result if isinstance(result, str) else dumps(result)
@@ -110,10 +110,10 @@ class ToolEnvironment(ConversationEnvironment):
 
     @abstractmethod
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
-        """The reward of the last turn: one that calls nothing, that was cut, or after which there is no other."""
+        """Return the reward of the last turn: one that calls nothing, that was cut, or that is the last possible."""
 
     def step(self, task: Task, state: Any, turn: Turn) -> Step:
-        """The results of the turn's calls, or the end."""
+        """Return the results of the turn's calls, or the end."""
         counts = dict(state or {"tool_calls": 0, "bad_tool_calls": 0})
         said = parse(turn.text, self.tools, turn.tool_call_parser or self.parser, f"call_{turn.number}")
         if turn.last or not turn.ended or not (said.calls or said.problems):
@@ -131,7 +131,7 @@ class ToolEnvironment(ConversationEnvironment):
         return Step(messages, counts, reward=Grade(self.reward_range[0], counts, "no_answer"))
 
     def call(self, name: str, **arguments: Any) -> str:
-        """A call as the model writes it, for demonstrations and ``gold_turns``."""
+        """Return a call as the model writes it, for demonstrations and ``gold_turns``."""
         return PARSERS.get(self.parser).write([(name, arguments)])
 
     def _result(self, task: Task, call: ToolCall) -> tuple[str, bool]:

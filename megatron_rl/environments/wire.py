@@ -55,7 +55,7 @@ class ServedEnvironment:
 
 
 def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str = "") -> Any:
-    """``value[key]``, which must be of type ``kind``; ``where`` is how messages call ``value``."""
+    """Return ``value[key]``, which must be of type ``kind``; ``where`` is how messages call ``value``."""
     path = f"{where}.{key}" if where else key
     if not isinstance(value, Mapping):
         raise WireError(f"{where or 'the body'} must be an object, not {type(value).__name__}")
@@ -74,7 +74,7 @@ def task_from_json(value: object, where: str = "task") -> Task:
 
 
 def messages_of(value: Sequence[object], where: str) -> tuple[Message, ...]:
-    """The chat messages of a JSON list; one that calls tools may have null in place of its content."""
+    """Return the chat messages of a JSON list; one that calls tools may have null in place of its content."""
     for index, message in enumerate(value):
         inside = f"{where}[{index}]"
         read_key(message, "role", str, inside)
@@ -110,7 +110,7 @@ def item_to_json(item: Item) -> dict[str, Any]:
 
 
 def item_from_json(value: object, where: str = "item") -> Item:
-    """The sample of a JSON object, or the step where it has a ``turn``."""
+    """Return the sample of a JSON object, or the step where it has a ``turn``."""
     task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
     said = "turn" if "turn" in value else "transcript"
     inside = f"{where}.{said}"
@@ -144,7 +144,7 @@ def send(channel: Connection, value: object) -> None:
 
 
 def receive(channel: Connection) -> Any:
-    """The next value; ``EOFError`` from a closed channel, ``OSError`` or ``ValueError`` for what is none of ours."""
+    """Return the next value; ``EOFError`` from a closed channel, ``OSError`` or ``ValueError`` for foreign bytes."""
     return loads(channel.recv_bytes(MAX_SENT))
 
 
@@ -174,7 +174,7 @@ def write_address(path: Path, address: Address) -> None:
 
 
 def read_address(path: Path) -> Address:
-    """The address in the file; ``EnvironmentFault`` when there is none yet, ``ServerGivenUp`` when it says so."""
+    """Read the address in the file; ``EnvironmentFault`` when there is none yet, ``ServerGivenUp`` when it says so."""
     try:
         value = loads(path.read_text(encoding="utf-8"))
         if "fault" in value:

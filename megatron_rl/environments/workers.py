@@ -81,7 +81,7 @@ class WorkerPool:
         cls, processes: int, environments: Sequence[tuple[str, Mapping[str, Any]]], variables: Collection[str] = (),
         once: bool = True,
     ) -> Self:  # fmt: skip
-        """A pool in which each sample has a process of its own, at most so many at once; without ``once`` graders that
+        """Make a pool in which each sample has its own process, at most so many at once; without ``once`` graders that
         start programs."""
         bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
         bounds |= {"preload": HARNESS_PRELOAD if once else PRELOAD, "once": once}
@@ -91,7 +91,7 @@ class WorkerPool:
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float,
         mcp: Mapping[str, Any] | None = None,
     ) -> list[Grade]:  # fmt: skip
-        """The results of an environment's samples or steps, in order; each try may take ``deadline_s``.
+        """Return the results of an environment's samples or steps, in order; each try may take ``deadline_s``.
 
         A completion that ran its grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict
         ``timeout``. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
@@ -110,7 +110,7 @@ class WorkerPool:
         deadline_s: float,
         gone: Callable[[], bool],
     ) -> list[Grade]:
-        """The results of a harness's samples, in order, each ``deadline_s`` after its process began at the latest.
+        """Run a harness's samples and return results in order, each ``deadline_s`` after its process began at most.
 
         Asked every second, ``gone`` says that nobody waits any more; the processes are then killed, and there are no
         results. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
@@ -195,7 +195,7 @@ class WorkerPool:
 
 
 def worker_environment(needed: Collection[str] = ()) -> dict[str, str]:
-    """The variables of the process and its workers: a grader that reads its environment finds no token and no GPU.
+    """Return the variables of the process and its workers, in which a grader finds no token and no GPU.
     ``needed`` are those that an environment says it needs."""
     kept = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", *needed)
     fixed = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""}

@@ -165,7 +165,7 @@ class Architecture:
         return {"main": main, **local}
 
     def settings(self) -> dict[str, Any]:
-        """Flag's name -> value."""
+        """Return each flag's value by its name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
@@ -203,7 +203,7 @@ def layer_pattern(layers: Sequence[bool]) -> str:
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) -> int:
-    """Megatron's rule: rows of the embedding are a multiple of ``divisible_by * tensor_size``."""
+    """Return the embedding's rows by Megatron's rule: a multiple of ``divisible_by * tensor_size``."""
     multiple = divisible_by * tensor_size
     return -(-vocab_size // multiple) * multiple
 
@@ -223,7 +223,7 @@ class Stages:
     """Parts of a stage's layers, with those of the other stages in between."""
 
     def sizes(self, num_layers: int) -> list[int]:
-        """Layers of each stage; nothing where they cannot be shared like this.
+        """Return the number of layers of each stage; nothing where they cannot be shared like this.
 
         Example: 7 layers on 3 stages with 3 on the first are 3, 2 and 2.
         """
@@ -238,7 +238,7 @@ class Stages:
         return sizes if are_whole and sum(sizes) == num_layers else []
 
     def layers_of(self, stage: int, num_layers: int) -> list[range]:
-        """The layers of each chunk of ``stage``, counted over the whole model."""
+        """Return the layers of each chunk of ``stage``, counted over the whole model."""
         sizes = [size // self.chunks for size in self.sizes(num_layers)]
         starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(self.chunks)]
         return [range(start, start + sizes[stage]) for start in starts]
@@ -261,7 +261,7 @@ class ExpertShare:
     """Ranks that cut each of their experts; None: as many as cut the other linears."""
 
     def of(self, num_experts: int) -> range:
-        """Experts of this rank, counted over the whole layer."""
+        """Return experts of this rank, counted over the whole layer."""
         count = num_experts // self.ranks
         return range(self.rank * count, (self.rank + 1) * count)
 

@@ -124,7 +124,7 @@ class LayerCache:
     """A value is the beginning of its key, and not kept a second time."""
 
     def numbers(self, tokens: int) -> int:
-        """Kept of a sequence of ``tokens``. Example: 2 heads of 8 and 8 keep 96 numbers of 3 tokens."""
+        """Count what a sequence of ``tokens`` keeps. Example: 2 heads of 8 and 8 keep 96 numbers of 3 tokens."""
         return tokens * self.heads * (self.key_width + (0 if self.is_latent else self.value_width))
 
 
@@ -148,7 +148,7 @@ class Block:
 
 
 def norm(name: str, width: int, model: Architecture) -> Iterator[Parameter]:
-    """The parameters of a norm."""
+    """Yield the parameters of a norm."""
     yield Parameter(f"{name}.weight", (width,))
     if model.normalization == "LayerNorm":
         yield Parameter(f"{name}.bias", (width,))
@@ -293,7 +293,7 @@ BLOCKS: Mapping[str, Block] = {
 
 
 def blocks_of(kind: LayerKind) -> tuple[Block, Block]:
-    """The mixer and the MLP of a layer.
+    """Return the mixer and the MLP of a layer.
 
     Raises:
         ConfigError: there is no block of that name, or neither computes what the kind asks for.

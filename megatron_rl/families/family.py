@@ -61,7 +61,7 @@ def read_decoder(
     quantization: str | None = None,
     **settings: Any,
 ) -> Architecture:
-    """What all families derived from Llama write alike; ``settings`` are the rest.
+    """Read what all families derived from Llama write alike; ``settings`` are the rest.
 
     ``activation`` is the one that is built of the family's MLP; ``rotation`` the settings of its rotary positions,
     where they are not written as Llama's; ``quantization`` a format of its weights that is read. A family that rotates
@@ -109,7 +109,7 @@ def read_decoder(
 
 
 def read_sigmoid_experts(config: HfConfig) -> dict[str, Any]:
-    """Experts as DeepSeek-V3 and GLM-4.5 have them: chosen by sigmoid and a bias, beside shared ones."""
+    """Read experts as DeepSeek-V3 and GLM-4.5 have them: chosen by sigmoid and a bias, beside shared ones."""
     config.expect("norm_topk_prob", True, why="weights of the chosen experts are divided by their sum")
     config.expect("scoring_func", "sigmoid", why="the router's scores are sigmoids")
     config.expect("topk_method", "noaux_tc", why="experts are chosen by score and bias")
@@ -137,7 +137,7 @@ def read_sigmoid_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def read_qwen(config: HfConfig, **settings: Any) -> Architecture:
-    """`read_decoder`, where a sliding window may be configured, but must not be in use."""
+    """Read as `read_decoder`; a sliding window may be configured, but must not be in use."""
     config.expect("use_sliding_window", False, why="every layer attends to the whole sequence")
     config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
     return read_decoder(config, **settings)
@@ -164,14 +164,14 @@ class HfModel:
         return self.family.weights(self.architecture)
 
     def is_passed_through(self, tensor: str) -> bool:
-        """Whether it is of a layer that predicts tokens further on: see `Family.later_layers`."""
+        """Return whether it is of a layer that predicts tokens further on: see `Family.later_layers`."""
         counts = [self.config.get(name) for name in self.family.later_layers]
         count = next((number for number in counts if isinstance(number, int)), 0)
         layer, first = _LAYER.match(tensor), self.architecture.num_layers
         return layer is not None and first <= int(layer[1]) < first + count
 
     def passed_through(self) -> dict[str, StoredTensor]:
-        """Tensors that an export takes from the files as they are.
+        """Return tensors that an export takes from the files as they are.
 
         Raises:
             CheckpointError: of a model that may have some the files are not there.
@@ -207,7 +207,7 @@ def _family_of(path: Path, values: dict[str, Any]) -> Family:
 
 
 def weight_problems(model: HfModel) -> list[str]:
-    """One line for each way in which the files, by their headers, do not hold the model of ``config.json``."""
+    """Return one line for each way in which the files, by their headers, do not hold the model of ``config.json``."""
     try:
         stored = as_matrices(stored_tensors(model.directory))
     except CheckpointError as error:

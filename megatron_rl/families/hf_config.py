@@ -23,7 +23,7 @@ _SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model"), ("*.safetens
 
 
 def model_directory(name: str | Path, weights: bool = False) -> Path:
-    """``name`` itself, or where the hub's files of that name lie: settings and tokenizer, with ``weights`` all of it.
+    """Return ``name``, or where the hub's files of that name lie: settings and tokenizer, with ``weights`` all of it.
 
     The model of a GGUF file lies in a cache, see `cached_import`.
     Without a network, or with ``HF_HUB_OFFLINE=1``, it is what the cache has.
@@ -73,7 +73,7 @@ class HfConfig:
         self._problems: list[str] = []
 
     def within(self, key: str) -> HfConfig:
-        """The mapping in ``key``, empty where it is absent; `check` covers what is refused there."""
+        """Return the mapping in ``key``, empty where it is absent; `check` covers what is refused there."""
         values = self.get(key, {})
         self._valid(key, values, isinstance(values, Mapping), "a mapping")
         part = HfConfig(self.path, values, f"{self._prefix}{key}.")
@@ -86,37 +86,37 @@ class HfConfig:
         return [key for key, value in self._values.items() if value is not None]
 
     def has(self, key: str) -> bool:
-        """Whether it is there, be it ``null``."""
+        """Return whether it is there, be it ``null``."""
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As it stands there; ``null`` counts as absent."""
+        """Return the value as it stands there; ``null`` counts as absent."""
         value = self._values.get(key)
         return default if value is None else value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """Return a whole number of at least 1."""
         value = self._present(key, default)
         fits = _is_number(value) and isinstance(value, int) and value >= 1
         return self._valid(key, value, fits, "a whole number above 0")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self._present(key, default)
         return float(self._valid(key, value, _is_number(value) and value > 0, "a number above 0"))
 
     def factor(self, key: str, default: float | None = None) -> float:
-        """A number of at least 1."""
+        """Return a number of at least 1."""
         value = self._present(key, default)
         return float(self._valid(key, value, _is_number(value) and value >= 1, "a number of at least 1"))
 
     def switch(self, key: str, default: bool) -> bool:
-        """``true`` or ``false``."""
+        """Return ``true`` or ``false``."""
         value = self._present(key, default)
         return self._valid(key, value, isinstance(value, bool), "true or false")
 
     def expect(self, key: str, *allowed: Any, why: str) -> None:
-        """Anything but ``allowed`` (or nothing) in ``key`` is a feature that is not built."""
+        """Refuse anything but ``allowed`` (or nothing) in ``key``: a feature that is not built."""
         value = self.get(key)
         if value is not None and value not in allowed:
             self.refuse(key, value, why)
@@ -127,19 +127,19 @@ class HfConfig:
         self._problems.append(f"{self.path}: {self._prefix}{key} {shown} is not built here: {why}")
 
     def rotated_share(self, default: float = 1.0) -> float:
-        """The part of each head that is rotated: 1 is all of it."""
+        """Return the part of each head that is rotated: 1 is all of it."""
         share = self.within("rope_parameters").get("partial_rotary_factor", self.get("partial_rotary_factor", default))
         fits = _is_number(share) and 0 < share <= 1
         return float(self._valid("partial_rotary_factor", share, fits, "a number above 0 and at most 1"))
 
     def base(self, key: str, default: float | None = None) -> int:
-        """The base of rotary frequencies: a whole number, however it is written."""
+        """Return the base of rotary frequencies: a whole number, however it is written."""
         base = self._present(key, default)
         fits = _is_number(base) and base >= 1 and base == int(base)
         return int(self._valid(key, base, fits, "a whole number above 0"))
 
     def windows(self, num_layers: int, every: int, size: int | None = None) -> dict[str, Any]:
-        """Settings of layers with a sliding window, which ``layer_types`` lists; else one in ``every`` has none.
+        """Return settings of layers with a sliding window, which ``layer_types`` lists; else one in ``every`` has none.
 
         ``size`` is the family's default.
         """
@@ -162,7 +162,7 @@ class HfConfig:
         return settings | {"window_attn_skip_freq": max(2, first)}
 
     def layer_types(self, num_layers: int) -> None:
-        """Where layers are listed by kind, there is one for each, and all attend to the whole sequence."""
+        """Expect one kind for each layer where they are listed, all of which attend to the whole sequence."""
         for kind in sorted(set(self._layer_types(num_layers) or ()) - {"full_attention"}):
             self.refuse("layer_types", kind, "every layer attends to the whole sequence")
 
@@ -203,7 +203,7 @@ def _is_number(value: Any) -> bool:
 
 
 def end_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """``eos_token_id`` of ``config.json`` and ``generation_config.json``; empty where they say nothing.
+    """Return ``eos_token_id`` of ``config.json`` and ``generation_config.json``; empty where they say nothing.
 
     A number, or a list in Llama 3.1 and Qwen2.5 Instruct.
 
@@ -226,7 +226,7 @@ def end_token_ids(directory: str | Path) -> tuple[int, ...]:
 
 
 def read_object(path: Path, fault: Callable[[str], Exception] = lambda line: ConfigError([line])) -> dict[str, Any]:
-    """The JSON object in a file that was published with a model; raises ``fault`` of a line where there is none."""
+    """Read the JSON object in a file that was published with a model; raises ``fault`` of a line if there is none."""
     try:
         values = read_json(path)
     except ValueError as error:

@@ -17,7 +17,7 @@ Head = Literal["vocabulary", "value"]
 
 
 def own_name(name: str) -> str:
-    """Transformer Engine's fused layers hold the norm before them; without it, norms have names of their own."""
+    """Return the layer's own name: norms are fused into layers of Transformer Engine, and separate without it."""
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
@@ -69,7 +69,7 @@ class ModelLayout:
         experts: ExpertShare = ALL_EXPERTS,
         head: Head = "vocabulary",
     ) -> ModelLayout:
-        """Of a rank of pipeline stage ``stage``, counted from 0."""
+        """Compute the layout of a rank of pipeline stage ``stage``, counted from 0."""
         is_first, is_last = stage == 0, stage == stages.count - 1
         rows = padded_vocab_size or model.vocab_size
         table, chunks = (rows, model.hidden_size), stages.layers_of(stage, model.num_layers)
@@ -133,11 +133,11 @@ class ModelLayout:
         return self.most_layers * self.expert_bytes
 
     def cache_numbers(self, tokens: int) -> int:
-        """What all layers keep of a sequence of ``tokens``, on one rank."""
+        """Return what all layers keep of a sequence of ``tokens``, on one rank."""
         return sum(layer.cache.numbers(tokens) for layer in self.layers)
 
     def slot_numbers(self, tokens: int) -> int:
-        """The same on the stage that keeps the most: all stages give a sequence as much room.
+        """Return the same on the stage that keeps the most: all stages give a sequence as much room.
 
         So their caches hold as many sequences, and their schedulers decide alike.
         """
@@ -148,7 +148,7 @@ class ModelLayout:
 
 
 def cache_of(kind: LayerKind, model: Architecture, ranks: int) -> LayerCache:
-    """What a layer of ``kind`` keeps on each of ``ranks`` tensor-parallel ranks."""
+    """Return what a layer of ``kind`` keeps on each of ``ranks`` tensor-parallel ranks."""
     mixer, _ = blocks_of(kind)
     return mixer.cache(model, ranks)
 

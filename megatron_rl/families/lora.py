@@ -78,7 +78,7 @@ class LowRank:
 
 
 def adapters_of(layout: ModelLayout, lora: Lora) -> list[LowRank]:
-    """What one rank has, in the order of the layout's linears."""
+    """Return what one rank has, in the order of the layout's linears."""
     top_k = layout.architecture.moe_router_topk
     return [
         LowRank(linear, matrices, adapted, rank, lora.alpha / rank)
@@ -90,7 +90,7 @@ def adapters_of(layout: ModelLayout, lora: Lora) -> list[LowRank]:
 
 
 def known_targets(layout: ModelLayout) -> list[str]:
-    """All that a flag may name: groups that the model has, megatron's linears, Hugging Face's matrices."""
+    """Return all that a flag may name: groups that the model has, megatron's linears, Hugging Face's matrices."""
     found = dict.fromkeys(("all",))
     for layer in layout.layers:
         for linear, matrices in _matrices(layer):

@@ -81,7 +81,7 @@ def adapter_entries(layout: ModelLayout, lora: Lora, weights: WeightMap) -> Iter
 
 
 def file_problems(directory: Path, layout: ModelLayout, lora: Lora, weights: WeightMap) -> list[str]:
-    """One line for each way in which the tensors of an adapter are not those of ``lora`` on this model."""
+    """Return one line for each way in which the tensors of an adapter are not those of ``lora`` on this model."""
     try:
         stored = stored_tensors(directory)
     except CheckpointError as error:

@@ -48,7 +48,7 @@ class Piece:
         return -(-(self.rows[1] - self.rows[0]) // self.step)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """A view of its numbers in the ``whole`` tensor, as the parameter has them."""
+        """Return a view of its numbers in the ``whole`` tensor, as the parameter has them."""
         part = whole if self.index is None else whole[self.index]
         part = part.t() if self.transposed else part
         rows = part[slice(*self.rows, self.step)]
@@ -65,7 +65,7 @@ class Entry:
     """Rows of the whole parameter; without it one tensor after the other."""
 
     def pieces(self, parameter: Parameter, rank: int = 0) -> list[Piece]:
-        """What the part of tensor-parallel rank ``rank`` consists of, from top to bottom.
+        """Return what the part of tensor-parallel rank ``rank`` consists of, from top to bottom.
 
         ``parameter`` is that of the layout in question: it says how ranks share it, and how many rows it is padded to.
         """
@@ -125,7 +125,7 @@ _NAMES = {
 
 
 def decoder_weights(model: Architecture, renamed: Mapping[str, str] = MappingProxyType({})) -> WeightMap:
-    """In Llama's naming, which all families derived from it share; ``renamed`` are parts that are called otherwise."""
+    """Name the weights as Llama does, like all families derived from it; ``renamed`` are parts called otherwise."""
     blocks = [block.names for kind in set(model.kinds) for block in blocks_of(kind)]
     names = ChainMap(dict(renamed), *map(dict, blocks), _NAMES)
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")

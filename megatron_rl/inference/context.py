@@ -168,19 +168,19 @@ class RolloutContext(BaseInferenceContext):
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------
 
     def is_static_batching(self) -> bool:
-        """Always dynamic."""
+        """Return False: batching is always dynamic."""
         return False
 
     def is_decode_only(self) -> bool:
-        """True in decode."""
+        """Return whether it decodes."""
         return self._last_tokens is None
 
     def using_cuda_graph_this_step(self) -> bool:
-        """megatron's per-layer graphs are never used: ours capture the whole step."""
+        """Return False: megatron's per-layer graphs are never used, ours capture the whole step."""
         return False
 
     def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[1, T, hidden]`` -> ``[prompts or rows, hidden]``, the only positions worth a logit.
+        """Map ``[1, T, hidden]`` to ``[prompts or rows, hidden]``, the only positions worth a logit.
 
         Fewer than `FEWEST_ROWS` prompts are filled up with copies of the last one.
         """

@@ -75,7 +75,7 @@ class EngineStatistics:
         return EngineStatistics(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def count_completion(self, num_tokens: int) -> None:
-        """A sample has drawn ``num_tokens`` tokens, and is finished or was interrupted."""
+        """Count a sample that has drawn ``num_tokens`` tokens, and is finished or was interrupted."""
         self.generated_tokens += num_tokens
         self.completions += 1
 
@@ -136,7 +136,7 @@ class Engine(Protocol):
         return []
 
     def forget_graphs(self) -> None:
-        """The memory of `cache_tensors` goes: drop what was recorded with its addresses."""
+        """Drop what was recorded with the addresses of `cache_tensors`, whose memory goes."""
 
     def interrupt(self) -> list[Request]:
         """Stop; all unfinished requests, in no certain order, with their samples so far in `Request.so_far`.

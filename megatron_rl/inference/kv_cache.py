@@ -74,7 +74,7 @@ class Cache(ABC):
 
     @abstractmethod
     def shape(self, heads: int, width: int) -> tuple[int, ...]:
-        """Shape of a layer's keys or values."""
+        """Return the shape of a layer's keys or values."""
 
     @abstractmethod
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Cache(ABC):
             self._put(held, slots, new)
 
     def write_latent(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
-        """The same of a cache of latents: ``latent`` [N, 1, 1, width] is the key, and its beginning the value."""
+        """Write to a cache of latents: ``latent`` [N, 1, 1, width] is the key, and its beginning the value."""
         self._put(self.keys[layer], slots, latent)
 
     def _put(self, held: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ class RowCache(Cache):
         return (self.rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)) * self.max_length
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A place for each head of each token."""
+        """Return a place for each head of each token."""
         return (self._starts.index_select(0, rows) + positions[..., None]).flatten(-2)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
@@ -182,7 +182,7 @@ class PagedCache(Cache):
         return block * self.block_size + positions % self.block_size
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Whole blocks."""
+        """Copy whole blocks."""
         for held in self.tensors:
             held[destination] = held[source]
 

@@ -52,7 +52,7 @@ class BlockPool:
         return self.count - self.available
 
     def is_idle(self, block: int) -> bool:
-        """It has no holder, but its content is known."""
+        """Return whether the block has no holder, but known content."""
         return block in self._idle
 
     def take(self, number: int) -> list[int]:

@@ -21,7 +21,7 @@ MOST_SCORED = 20
 
 
 def sample_seed(*key: object) -> int:
-    """A signed 64-bit seed from any printable key, the same on every rank and machine."""
+    """Return a signed 64-bit seed from any printable key, the same on every rank and machine."""
     digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

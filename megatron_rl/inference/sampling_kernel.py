@@ -21,7 +21,7 @@ def draw_by_chunks(
     logits: torch.Tensor, numbers: torch.Tensor, temperature: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Token ids [N] int64 and their log-probs [N] fp32, from ``logits`` [N, V] fp32 of any row stride.
+    """Return token ids [N] int64 and their log-probs [N] fp32, from ``logits`` [N, V] fp32 of any row stride.
 
     ``numbers`` [N] fp32 in (0, 1]; ``temperature`` [N] fp32 where not all are 1; ``greedy`` [N] bool where some rows
     take the largest. -inf stands for what is not to be drawn. The host reads nothing.

@@ -170,7 +170,7 @@ def draw(path: Path, curves: Sequence[tuple[Chart, Sequence[Series]]]) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Command line: a table on the screen, and a page."""
+    """Return command line: a table on the screen, and a page."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

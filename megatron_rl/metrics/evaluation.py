@@ -30,7 +30,7 @@ def pass_at_k(num_samples: ArrayLike, num_correct: ArrayLike, k: int) -> NDArray
 
 
 def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The metrics of an evaluation, ``val/gsm8k/pass@1``: ``{"gsm8k": {"pass@1": 0.4, "pass@1_ci95": 0.03, ...}}``."""
+    """Group an evaluation's metrics, ``val/gsm8k/pass@1``: ``{"gsm8k": {"pass@1": 0.4, "pass@1_ci95": 0.03, ...}}``."""
     found: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         if name.startswith("val/"):
@@ -40,7 +40,7 @@ def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def with_average(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """The same with ``avg@k`` beside ``pass@1``, its other name: the mean share of k samples that are right."""
+    """Return the same with ``avg@k`` beside ``pass@1``, its other name: the mean share of k samples that are right."""
     return {name: {**row, **({"avg@k": row["pass@1"]} if "pass@1" in row else {})} for name, row in results.items()}
 
 
@@ -67,7 +67,7 @@ def result_table(*evaluations: Mapping[str, float]) -> tuple[list[str], list[lis
 
 
 def last_evaluation(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-    """The last row of metrics that holds an evaluation; empty when there is none."""
+    """Return the last row of metrics that holds an evaluation; empty when there is none."""
     return next((row for row in reversed(rows) if by_environment(row)), {})
 
 

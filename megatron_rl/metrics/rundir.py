@@ -87,7 +87,7 @@ class RunDirectory:
         write_json_atomic(self.quantization, {"layers": list(rows)})
 
     def rollouts_path(self, step: int) -> Path:
-        """Rollout records of a step."""
+        """Return the path of the rollout records of a step."""
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def evaluation_path(self, step: int) -> Path:
@@ -95,7 +95,7 @@ class RunDirectory:
         return self.rollouts / f"eval_{step:06d}.jsonl"
 
     def read_facts(self) -> dict[str, Any]:
-        """``run.json``, empty when absent or damaged."""
+        """Return ``run.json``, empty when absent or damaged."""
         return read_json_object(self.facts)
 
     def read_settings(self) -> dict[str, Any]:

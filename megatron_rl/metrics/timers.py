@@ -39,7 +39,7 @@ class PhaseTimer:
                 self._seconds[name] += self._read_clock() - self._started.pop(name)
 
     def collect(self) -> dict[str, float]:
-        """``timing_s/<phase>`` of the phases that ended since the last call; starts the next step."""
+        """Return ``timing_s/<phase>`` of the phases that ended since the last call; starts the next step."""
         collected = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return collected

@@ -47,13 +47,13 @@ class Adapter(torch.nn.Module):
         self.lora_b: torch.nn.Parameter
 
     def named(self) -> Iterator[tuple[Parameter, torch.nn.Parameter]]:
-        """Each A and B of this rank and what it is in the whole model; of a stack views of the single experts."""
+        """Yield each A and B of this rank and what it is in the whole model; of a stack views of the single experts."""
         for index, part in enumerate(self.parts):
             for described, values in ((part.a, self.lora_a), (part.b, self.lora_b)):
                 yield described, values if values.dim() == 2 else _expert_of(values, index)
 
     def merged(self, weight: torch.Tensor, expert: int | None = None) -> torch.Tensor:
-        """W + s B A in fp32, [outputs, inputs] of this rank; ``weight`` as it is where the adapter is off.
+        """Return W + s B A in fp32, [outputs, inputs] of this rank; ``weight`` as it is where the adapter is off.
 
         Rounding the sum to bf16 would lose most of a small adapter: at 2e-4 of the weight's size 95 % of it.
         """
@@ -63,7 +63,7 @@ class Adapter(torch.nn.Module):
         return torch.addmm(weight.float(), self._spread(b.float()), a.float(), alpha=self.scale)
 
     def straight_through(self, seen: torch.Tensor, *given: Any) -> torch.Tensor | float:
-        """Zeros that have the adapter's gradient, where its numbers are in the linear's quantised weight already.
+        """Return zeros that have the adapter's gradient, where its numbers are in the quantised weight already.
 
         ``seen`` is the linear's input after rounding. dW is never formed: dA and dB come of products of width r.
         """
@@ -84,7 +84,7 @@ class Adapter(torch.nn.Module):
 
 
 def low_rank_product(part: LowRank, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """s B A of a whole linear, [outputs, inputs], of all of its A and B."""
+    """Return s B A of a whole linear, [outputs, inputs], of all of its A and B."""
     owner = torch.cat([torch.full((count,), index) for index, count in part.owners])
     mask = functional.one_hot(owner + 1, len(part.adapted) + 1)[:, 1:].to(b.dtype)
     return part.scale * (mask[:, :, None] * b[:, None, :]).flatten(1) @ a
@@ -108,7 +108,7 @@ class LinearAdapter(Adapter):
         whole.sequence_parallel = linear.sequence_parallel and self._exchanges and self._group is not None
 
     def forward(self, x: torch.Tensor, in_shares: bool) -> torch.Tensor:
-        """What is added to the output, given the linear's own input; ``in_shares``: ranks share the tokens."""
+        """Return what is added to the output, given the linear's own input; ``in_shares``: ranks share the tokens."""
         group, a, b = self._group, self.lora_a, self.lora_b
         if group is not None and not self._exchanges:
             a, b = _with_summed_gradient(a, b, self._is_column, group)
@@ -140,7 +140,7 @@ class StackAdapter(Adapter):
         _mark(self.lora_b, like, is_own=is_whole or self._is_column, dimension=1, stride=parts[0].linear.blocks)
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """What is added to the product of ``tokens`` [T, inputs] sorted by expert; ``ends`` [E] int32."""
+        """Return what is added to the product of ``tokens`` [T, inputs] sorted by expert; ``ends`` [E] int32."""
         a, b = self.lora_a, self.lora_b
         if self._group is not None:
             a, b = _with_summed_gradient(a, b, self._is_column, self._group)
@@ -171,7 +171,7 @@ class _AdaptedStack:
 
 
 def attach(linear: torch.nn.Module, adapter: Adapter) -> None:
-    """The linear's output gets the adapter's from now on.
+    """Add the adapter's output to the linear's from now on.
 
     Not by a hook or a method of the instance: rollouts look up ``forward``, and quantised copies hide it for a while.
     """
@@ -180,7 +180,7 @@ def attach(linear: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def adapters_in(model: torch.nn.Module) -> list[Adapter]:
-    """Of a model or a chunk of it, in the order of its modules; none in a model that is trained in full."""
+    """List the adapters of a model or a chunk of it, in its order; none in a model that is trained in full."""
     return [module for module in model.modules() if isinstance(module, Adapter)]
 
 

@@ -27,7 +27,7 @@ _SMALLEST = tl.constexpr(-(2**63))
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, over_all: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares [T, k] fp32 and the experts [T, k] int32 with the largest ``logits`` [T, E] fp32, largest first.
+    """Return shares [T, k] fp32 and experts [T, k] int32 with the largest ``logits`` [T, E] fp32, largest first.
 
     ``bias`` [E] is added first. The softmax is over the experts that are chosen, or ``over_all``. Of equal logits the
     first expert's is taken.
@@ -83,7 +83,7 @@ def _softmax(x):
 def dispatch(
     tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, experts: int, packing: Packing | None
 ) -> tuple[torch.Tensor | PackedActivations, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``tokens`` [T, hidden], once for each of their experts here: N = T x min(k, ``experts``) rows.
+    """Return ``tokens`` [T, hidden], once for each of their experts here: N = T x min(k, ``experts``) rows.
 
     ``shares`` [T, k] fp32, ``chosen`` [T, k] int32 or int64; ``experts`` and above are elsewhere. Returns the rows,
     sorted by expert and then by token, as numbers or as ``packing`` says; their shares [N]; where each expert's rows
@@ -165,7 +165,7 @@ def _pairs_before(chosen, expert, pair, pairs, SLOTS: tl.constexpr, CHUNK: tl.co
 
 
 def combine(output: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows of ``output`` [N, hidden] that ``places`` [T, k] name, in fp32: [T, hidden].
+    """Return the sum of the rows of ``output`` [N, hidden] that ``places`` [T, k] name, in fp32: [T, hidden].
 
     Added one after another and rounded once, as torch's ``scatter_add_`` on a CPU does.
     """

@@ -45,7 +45,7 @@ class ExpertOps:
         self._fused = fused
 
     def route(self, tokens: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:
-        """``tokens`` [T, hidden] -> shares fp32 and numbers of their experts, [T, k] each, largest first."""
+        """Map ``tokens`` [T, hidden] to shares fp32 and numbers of their experts, [T, k] each, largest first."""
         top_k, over_all, is_plain = router.topk, router.config.moe_router_pre_softmax, is_softmax(router.config)
         if not self._fused or not is_plain:
             logits = router.gating(tokens)
@@ -87,7 +87,7 @@ class ExpertOps:
     def activate(
         self, inner: torch.Tensor, shares: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module
     ) -> LinearInput:
-        """The activation of ``inner`` [N, 2 F] or [N, F], each row times its share: [N, F] for ``reader``."""
+        """Return the activation of ``inner`` [N, 2 F] or [N, F], each row times its share: [N, F] for ``reader``."""
         if self._fused and has_plain_swiglu(config):
             from megatron_rl.models.kernels import gate_up
 
@@ -95,7 +95,7 @@ class ExpertOps:
         return activated(inner, shares, config)
 
     def combine(self, output: torch.Tensor, dispatched: Dispatched, tokens: int) -> torch.Tensor:
-        """The experts' ``output`` [N, hidden] -> each of the ``tokens``'s sum, [T, hidden], in the experts' order."""
+        """Sum the experts' ``output`` [N, hidden] for each of the ``tokens``, [T, hidden], in the experts' order."""
         if self._fused:
             from megatron_rl.models.expert_kernels import combine
 
@@ -104,7 +104,7 @@ class ExpertOps:
 
 
 def is_softmax(config: TransformerConfig) -> bool:
-    """Whether the router is one of those that the kernel knows."""
+    """Return whether the router is one of those that the kernel knows."""
     return config.moe_router_score_function == "softmax" and config.moe_router_topk_scaling_factor is None
 
 
@@ -140,19 +140,19 @@ def sorted_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU's approximation by a logistic function; megatron's own is compiled by torch."""
+    """Return GELU's approximation by a logistic function; megatron's own is compiled by torch."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def has_plain_swiglu(config: TransformerConfig) -> bool:
-    """Whether the gate is ``silu(gate) * up``, without bounds, without an offset, and by nobody else's kernel."""
+    """Return whether the gate is ``silu(gate) * up``, without bounds or offset, and by nobody else's kernel."""
     others = config.use_te_activation_func or config.bias_activation_fusion
     is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
     return config.gated_linear_unit and config.activation_func is functional.silu and is_plain and not others
 
 
 def activated(inner: torch.Tensor, shares: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """The activation of ``inner`` [N, 2 F], gates first, or [N, F], times fp32 ``shares`` [N]: [N, F].
+    """Return the activation of ``inner`` [N, 2 F], gates first, or [N, F], times fp32 ``shares`` [N]: [N, F].
 
     With a bound c and an offset o of the settings, ``activation(min(gate, c)) * (clamp(up, -c, c) + o)``.
     """

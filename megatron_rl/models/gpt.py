@@ -76,11 +76,11 @@ class PolicyModel:
         return [layer for gpt in self.chunks for layer in gpt.decoder.layers]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """All that this rank holds."""
+        """Yield all that this rank holds."""
         return (parameter for gpt in self.chunks for parameter in gpt.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """By the names they have in the whole model."""
+        """Yield the parameters by the names they have in the whole model."""
         return named_parameters(self.chunks)
 
     @property
@@ -100,7 +100,7 @@ class PolicyModel:
 
 
 def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
-    """Flags of the model's shape and of parallelism reach megatron under their own names.
+    """Build megatron's configuration: flags of shape and of parallelism reach it under their own names.
 
     Fused kernels stay off where there is no CUDA to run them.
     """
@@ -166,7 +166,7 @@ def _activation(shape: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
 def build_model(
     config: RLConfig, platform: Platform, vocab_size: int, head: Head = "vocabulary"
 ) -> PolicyModel:
-    """This rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
+    """Build this rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
 
     With the head ``value`` it is a critic: the same trunk, whose router chooses for itself.
     """
@@ -247,7 +247,7 @@ def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLay
 
 @contextlib.contextmanager
 def rollout_mode(policy: PolicyModel, wrapped: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
-    """Evaluation mode, all parameters gathered, sequence parallelism off: it would cut one token a row unevenly.
+    """Enter evaluation mode, all parameters gathered, no sequence parallelism: it would cut one token a row unevenly.
 
     ``wrapped`` is given in training runs: with `--overlap-param-gather` the updated parameters are still on their way
     after the optimizer step, and a rollout on half of them would be silently stale.

@@ -82,7 +82,7 @@ def _with_gradient(_: torch.nn.Module, given: object, output: torch.Tensor) -> t
 
 @contextlib.contextmanager
 def without_adapters(policy: PolicyModel) -> Iterator[None]:
-    """Inside, the model is the one that the adapters were attached to."""
+    """Enter a block in which the model is the one that the adapters were attached to."""
     adapters = [adapter for gpt in policy.chunks for adapter in adapters_in(gpt)]
     for adapter in adapters:
         adapter.is_on = False

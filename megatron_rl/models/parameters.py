@@ -27,7 +27,7 @@ _INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2")
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Layers and experts are counted over all ranks, and norms are called as in megatron-core's own layers.
+    """Yield parameters; layers and experts are counted over all ranks, norms called as in megatron-core's layers.
 
     A tied head on another pipeline stage than the embedding is a copy of it, and has its name.
     """
@@ -62,7 +62,7 @@ def _global_name(gpt: GPTModel, given: str) -> str:
 
 
 def refuse_buffers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Loading and saving Hugging Face weights, fingerprints and the reference policy know of parameters alone.
+    """Raise for buffers: loading, saving, fingerprints and the reference policy know of parameters alone.
 
     Raises:
         ConfigError: the model has a buffer that belongs to its weights, such as a router's bias; names the first.
@@ -74,7 +74,7 @@ def refuse_buffers(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def counted_once(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Those of `named_parameters` of which no other rank of the model copy, or of its experts, counts this part."""
+    """Yield those of `named_parameters` of which no other rank of the model copy, or its experts, counts this part."""
     for name, parameter in named_parameters(chunks):
         if param_is_not_tensor_parallel_duplicate(parameter) and param_is_not_shared(parameter):
             yield name, parameter
@@ -83,7 +83,7 @@ def counted_once(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Par
 def sum_over_model(
     chunks: Sequence[GPTModel], groups: ParallelGroups, share: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """``share(name, values)``, a number, added up over the parameters of the whole model; on every rank's host.
+    """Add up ``share(name, values)``, a number, over the parameters of the whole model; on every rank's host.
 
     Collective over a copy of the model and whoever shares experts with it. Reads the device once.
     """
@@ -99,7 +99,7 @@ def sum_over_model(
 
 
 def leave_undrawn(weight: torch.Tensor) -> torch.Tensor:
-    """In place of megatron's initialisation, whose numbers depend on who holds what: `draw_parameters` comes later."""
+    """Draw nothing: megatron's numbers depend on who holds what, and `draw_parameters` comes later."""
     return weight
 
 
@@ -134,7 +134,7 @@ def draw_parameters(
 
 
 def part_of(whole: torch.Tensor, parameter: Parameter, rank: int) -> torch.Tensor:
-    """What ``rank`` of those that share a parameter holds of it."""
+    """Return what ``rank`` of those that share a parameter holds of it."""
     if parameter.cut is None:
         return whole
     dimension = 0 if parameter.cut == "rows" else 1

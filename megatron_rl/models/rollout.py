@@ -47,7 +47,7 @@ class RolloutPlan(AttentionPlan, Protocol):
         kind: LayerKind,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Norms, rotation, cache and attention of ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
+        """Apply norms, rotation, cache and attention to ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
 
         A group's queries, its key and its value lie side by side.
         """
@@ -78,7 +78,7 @@ class RolloutPlan(AttentionPlan, Protocol):
         ...
 
     def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[1, T, hidden]`` -> ``[rows, hidden]``: the tokens worth a logit."""
+        """Map ``[1, T, hidden]`` to ``[rows, hidden]``: the tokens worth a logit."""
         ...
 
 
@@ -98,14 +98,14 @@ class RolloutLayer(TransformerLayer):
         self._has_post_norms = kind.post_norms
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
-        """megatron's; the MLP is told of a `PackedPlan`."""
+        """Run megatron's layer; the MLP is told of a `PackedPlan`."""
         with self.mlp.told(packed_seq_params):
             return super().forward(*args, packed_seq_params=packed_seq_params, **settings)
 
     def decode(
         self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan
     ) -> tuple[torch.Tensor, Pending]:
-        """The residual stream ``[T, hidden]`` and what is still to be added to it, before and after the layer.
+        """Return the residual stream ``[T, hidden]`` and what is still to be added to it, before and after the layer.
 
         For evaluation without gradients only. Adding is left to the norm that follows, so that a kernel can do both.
         """
@@ -138,7 +138,7 @@ class RolloutForward:
         return self._policy.config.transformer_impl == "local"
 
     def chunk(self, number: int, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The forward pass through one of the policy's chunks, at ``positions`` [N].
+        """Run the forward pass through one of the policy's chunks, at ``positions`` [N].
 
         The first chunk of the model takes ids [N], every other what the one before it gives: ``[N, hidden]``. The last
         gives fp32 logits over the real vocabulary, ``[rows, V]``.

@@ -87,7 +87,7 @@ class NormAcrossHeads(TorchNorm):
         self._ranks = ranks
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[T, B, heads of this rank, D]`` -> the same."""
+        """Map ``[T, B, heads of this rank, D]`` to the same."""
         heads, width = hidden_states.flatten(-2), self.weight.numel()
         if self._ranks.size() == 1:
             return super().forward(heads).view_as(hidden_states)
@@ -108,7 +108,7 @@ class WholeColumnLinear(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T, 1, in]`` -> ``[T, 1, out]`` and the bias if the caller adds it."""
+        """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
         weight = self.weight if weight is None else weight
         in_rollout = input_.dim() == 2 and not torch.is_grad_enabled()
         is_wide = in_rollout and weight.shape[0] >= WIDE and weight.device.type == "cpu"
@@ -120,7 +120,7 @@ class WholeRowLinear(RowParallelLinear):
     """A `RowParallelLinear` whose only rank has all rows."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T, 1, in]`` -> ``[T, 1, out]`` and the bias if the caller adds it."""
+        """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
         return _with_bias(torch.matmul(input_, self.weight.t()), self.bias, self.skip_bias_add)
 
 
@@ -147,7 +147,7 @@ def _with_bias(
 
 
 def call_linear(module: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``module(tokens)`` without the dispatch to hooks where none is registered.
+    """Call ``module(tokens)`` without the dispatch to hooks where none is registered.
 
     ``forward`` is looked up on the instance: quantised rollouts put theirs there.
     """
@@ -162,7 +162,7 @@ class ScaledEmbedding(LanguageModelEmbedding):
     factor: float
 
     def forward(self, *args: Any, **settings: Any) -> torch.Tensor:
-        """``[B, T]`` ids -> ``[T, B, hidden]``."""
+        """Map ``[B, T]`` ids to ``[T, B, hidden]``."""
         return super().forward(*args, **settings) * self.factor
 
 
@@ -192,7 +192,7 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """``[T / ranks, 1, hidden]`` -> ``[T, 1, 1]`` fp32; without sequence parallelism ranks is 1."""
+        """Map ``[T / ranks, 1, hidden]`` to ``[T, 1, 1]`` fp32; without sequence parallelism ranks is 1."""
         del weight, runtime_gather_output
         values = functional.linear(input_.float(), self.weight.float())
         if self.sequence_parallel:
@@ -216,7 +216,7 @@ class RolloutOps:
         norm: torch.nn.Module,
         reader: torch.nn.Module | None,
     ) -> tuple[torch.Tensor, LinearInput]:
-        """The residual stream with ``pending`` added, in its memory, and its norm as the linear ``reader`` wants it."""
+        """Add ``pending`` to the residual stream, in its memory; return it and its norm as ``reader`` wants it."""
         output, bias = pending or (None, None)
         if self.fused and is_rms(norm):
             from megatron_rl.models.kernels import add_norm
@@ -228,12 +228,12 @@ class RolloutOps:
         return residual, norm.forward(residual)
 
     def add(self, residual: torch.Tensor, pending: Pending) -> torch.Tensor:
-        """The residual stream with ``pending`` added, in megatron's order."""
+        """Return the residual stream with ``pending`` added, in megatron's order."""
         output, bias = pending
         return (output if bias is None else output.add_(bias)).add_(residual)
 
     def activate(self, inner: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module) -> LinearInput:
-        """A plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
+        """Return a plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
         if not config.gated_linear_unit:
             return config.activation_func(inner)
         if self.fused and has_plain_swiglu(config):
@@ -245,5 +245,5 @@ class RolloutOps:
 
 
 def is_rms(norm: torch.nn.Module) -> bool:
-    """Whether the kernels know it."""
+    """Return whether the kernels know it."""
     return type(norm) is TorchNorm and norm.bias is None and not norm.centre

@@ -38,7 +38,7 @@ class Routing:
 
     @contextlib.contextmanager
     def given(self, experts: Tensor | None) -> Iterator[None]:
-        """Inside, tokens go to ``experts`` [T, k]; the largest number of their dtype: the router chooses."""
+        """Send tokens to ``experts`` [T, k] inside the block; the largest number of their dtype: the router chooses."""
         self._given = experts
         try:
             yield
@@ -48,7 +48,7 @@ class Routing:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Scores and ids of the experts to use, [T, k] each, from ``scores`` [T, experts]."""
+        """Return scores and ids of the experts to use, [T, k] each, from ``scores`` [T, experts]."""
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self._given is None:
             if not torch.is_grad_enabled():
@@ -80,7 +80,7 @@ class BalancePass:
     def loss(
         self, layer: int, logits: Tensor, chosen: Tensor, group: dist.ProcessGroup, scores: str = "softmax"
     ) -> Tensor | None:
-        """This rank's part of a layer's losses, times the group's weight; None without a coefficient.
+        """Return this rank's part of a layer's losses, times the group's weight; None without a coefficient.
 
         ``logits`` [T, experts] fp32, ``chosen`` [T, experts] bool: where the tokens are sent. ``group`` is of the
         ranks that share the tokens of a group; collective over it with a coefficient. ``scores`` is the router's
@@ -135,11 +135,11 @@ class BalanceLosses:
 
     @classmethod
     def of(cls, config: RLConfig, device: torch.device, of_critic: bool = False) -> BalanceLosses | None:
-        """None without experts."""
+        """Return the losses; None without experts."""
         return None if config.model.num_experts is None else cls(config, device, of_critic)
 
     def during(self, batch: TokenBatch, tensor_group: dist.ProcessGroup | None) -> BalancePass:
-        """For a forward pass over ``batch``; ``tensor_group`` of the ranks that cut its tokens once more, or None."""
+        """Make a pass over ``batch``; ``tensor_group`` of the ranks that cut its tokens once more, or None."""
         counts = batch.loss_tokens().float()
         # Of a sample's weight in the policy loss, 1, a sequence has the share of its tokens.
         weights = counts if self._counts_tokens else counts / batch.sample_tokens().clamp_min(1)
@@ -154,7 +154,7 @@ class BalanceLosses:
         return BalancePass(members, sizes, weights, *self._coefficients, self._sums)
 
     def metrics(self) -> dict[str, float]:
-        """Of the passes since the last call; the same on all ranks of the job, collective over it."""
+        """Return the metrics of the passes since the last call; the same on all ranks, collective over the job."""
         dist.all_reduce(self._sums)
         table = self._sums.to("cpu", copy=True)
         self._sums.zero_()
@@ -175,7 +175,7 @@ class BalancedRouter(TopKRouter):
 
     @contextlib.contextmanager
     def told(self, balance: BalancePass | None) -> Iterator[None]:
-        """Inside, forward passes with gradients are of ``balance``."""
+        """Enter a block in which forward passes with gradients are of ``balance``."""
         self._pass = balance
         try:
             yield
@@ -196,7 +196,7 @@ class BalancedRouter(TopKRouter):
         """Do nothing: the bias is frozen, so no tokens are counted. megatron compiles its own at its first call."""
 
     def routing(self, logits: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """megatron's."""
+        """Route as megatron does."""
         probabilities, chosen = super().routing(logits, *given, **named)
         if self._pass is None or not torch.is_grad_enabled():  # a layer that is recomputed comes twice, once without
             return probabilities, chosen

@@ -28,7 +28,7 @@ _NORMS_IN_CHECKPOINTS = {
 
 
 def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec:
-    """One decoder layer.
+    """Return the specification of one decoder layer.
 
     Raises:
         ConfigError: a block of it is not built, or does not compute a setting.
@@ -53,7 +53,7 @@ def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec
 
 
 def block_spec(config: TransformerConfig, kinds: Sequence[LayerKind]) -> TransformerBlockSubmodules:
-    """The decoder layers of this pipeline stage, or of one of its chunks, and the final norm."""
+    """Return the decoder layers of this pipeline stage, or of one of its chunks, and the final norm."""
     specs = {kind: layer_spec(config, kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=TorchNorm)
 
@@ -83,7 +83,7 @@ def _engine_layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec
 
 
 def fp8_settings(config: RLConfig) -> dict[str, Any]:
-    """Of the `TransformerConfig`: megatron runs the layers in ``fp8_autocast`` when they are set.
+    """Return settings of `TransformerConfig`: megatron runs the layers in ``fp8_autocast`` when they are set.
 
     With local layers the same flags mean aligned training, which needs none of it.
     """

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """True on every rank when it is true on one."""
+    """Return True on every rank when it is true on one."""
     value = torch.tensor([int(flag)])
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
 
 
 def max_over(values: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """Largest of named host numbers; every rank passes the same names in the same order."""
+    """Return the largest of named host numbers; every rank passes the same names in the same order."""
     largest = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(values, largest.tolist(), strict=True))
 
 
 def gather_vectors(local: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """1-D host tensors of different lengths from every rank, in rank order."""
+    """Gather 1-D host tensors of different lengths from every rank, in rank order."""
     if group.size() == 1:  # a step asks four times, and a collective of one costs 0.3 ms
         return [local.clone()]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
@@ -44,12 +44,12 @@ def gather_vectors(local: torch.Tensor, group: dist.ProcessGroup) -> list[torch.
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """A small JSON value from every rank, in rank order."""
+    """Gather a small JSON value from every rank, in rank order."""
     return [_value_of(part) for part in gather_vectors(_text_of(value), group)]
 
 
 def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
-    """A JSON value of any size from every rank, in rank order, on the group's first rank; None on the others.
+    """Collect a JSON value of any size from every rank, in rank order, on the group's first rank; None elsewhere.
 
     Sent from rank to rank: a gather would pad each to the largest, and leave all of them on every rank.
     """
@@ -67,7 +67,7 @@ def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """A JSON value from global rank ``source``; the others pass anything."""
+    """Broadcast a JSON value from global rank ``source``; the others pass anything."""
     is_source = dist.get_rank() == source
     text = _text_of(value if is_source else None)
     size = torch.tensor([text.numel()])

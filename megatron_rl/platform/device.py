@@ -41,7 +41,7 @@ class Platform:
             torch.cuda.synchronize(self.device)
 
     def memory_metrics(self) -> dict[str, float]:
-        """Device memory in bytes, under verl's names; empty on a CPU."""
+        """Return device memory in bytes, under verl's names; empty on a CPU."""
         if not self.is_cuda:
             return {}
         return {
@@ -51,7 +51,7 @@ class Platform:
 
 
 def current_platform() -> Platform:
-    """CUDA device ``LOCAL_RANK`` when there is one, otherwise the CPU."""
+    """Return CUDA device ``LOCAL_RANK`` when there is one, otherwise the CPU."""
     if not torch.cuda.is_available():
         return Platform(torch.device("cpu"), "gloo")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -117,19 +117,19 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self._device) if self._on_cuda else None
 
     def peak(self) -> int | None:
-        """The most that was in tensors so far; None on a host."""
+        """Return the most that was in tensors so far; None on a host."""
         return torch.cuda.max_memory_allocated(self._device) if self._on_cuda else None
 
 
 def host_available(table: Path = Path("/proc/meminfo")) -> int:
-    """Free, or in caches that the system gives up; where it does not say (macOS), all there is."""
+    """Return the bytes that are free, or in caches that can be given up; where it is not said (macOS), all."""
     lines = table.read_text().splitlines() if table.exists() else []
     found = [line for line in lines if line.startswith("MemAvailable:")]
     return int(found[0].split()[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> list[torch.UntypedStorage]:
-    """The storages behind ``tensors``, each once and in order, but none that one of ``without`` lies in."""
+    """Return the storages behind ``tensors``, each once and in order, but none that one of ``without`` lies in."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in without} | {0}
     found: list[torch.UntypedStorage] = []
     for tensor in tensors:
@@ -141,7 +141,7 @@ def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor]
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of ``storage`` as a tensor, [bytes] uint8; let go of it before the storage is released."""
+    """Return all of ``storage`` as a tensor, [bytes] uint8; let go of it before the storage is released."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -151,6 +151,6 @@ def release(storage: torch.UntypedStorage) -> None:
 
 
 def take_back(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
-    """Memory of ``size`` bytes, at another address and with anything in it; returned as bytes."""
+    """Allocate ``size`` bytes again, at another address and with anything in it; returned as bytes."""
     storage.resize_(size)
     return as_bytes(storage)

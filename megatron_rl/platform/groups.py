@@ -122,7 +122,7 @@ class ParallelGroups:
         return self.lockstep_group.size() > self.model_group.size()
 
     def model_leader(self) -> int:
-        """Global rank of this model copy's leader: the source of its broadcasts."""
+        """Return global rank of this model copy's leader: the source of its broadcasts."""
         return dist.get_global_rank(self.model_group, 0)
 
 
@@ -161,7 +161,7 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
 
 
 def current_groups() -> ParallelGroups:
-    """The groups of an initialised job."""
+    """Return the groups of an initialised job."""
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     model_group = parallel_state.get_model_parallel_group()
     experts = ExpertGroups(

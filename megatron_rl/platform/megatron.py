@@ -33,7 +33,7 @@ def submodules_of(builder: Any) -> Any:
 
 
 def let_latent_attention_be_built() -> None:
-    """Without Transformer Engine 0.16 asks whether a part of latent attention is of a class that is a mock then."""
+    """Let latent attention be built without Transformer Engine 0.16, where a class it asks for is a mock."""
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(vars(multi_latent_attention).get("TELinear", object), type):
@@ -41,7 +41,7 @@ def let_latent_attention_be_built() -> None:
 
 
 def last_logits_only() -> dict[str, Any]:
-    """Arguments of `BaseInferenceContext`: from 0.17 on they come in an object."""
+    """Return arguments of `BaseInferenceContext`: from 0.17 on they come in an object."""
     if VERSION < (0, 17):
         return {"materialize_only_last_token_logits": True}
     from megatron.core.inference.config import InferenceConfig
@@ -51,7 +51,7 @@ def last_logits_only() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def inference_flag() -> Iterator[None]:
-    """Inside, `GPTModel` takes its way for inference, as a flag of the process says from 0.18 on; then as it was.
+    """Enter a block in which `GPTModel` takes its way for inference, as a flag says from 0.18 on; then as before.
 
     Before, an inference context and evaluation mode said so.
     """
@@ -70,7 +70,7 @@ def inference_flag() -> Iterator[None]:
 
 
 def asynchronous_writer() -> dict[str, str]:
-    """Arguments of ``dist_checkpointing.save``: from 0.17 on its default writer is another package's."""
+    """Return arguments of ``dist_checkpointing.save``: from 0.17 on its default writer is another package's."""
     from megatron.core import dist_checkpointing
 
     known = inspect.signature(dist_checkpointing.save).parameters
@@ -79,7 +79,7 @@ def asynchronous_writer() -> dict[str, str]:
 
 @contextlib.contextmanager
 def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, each write of a save runs in a ``part()``, which may take note of its error and go on.
+    """Enter a block in which each write of a save runs in a ``part()``, which may take note of its error and go on.
 
     megatron-core writes three files on rank 0 alone, between collectives, and every rank starts processes that write
     its tensors: an exception there would leave the other ranks waiting for ever.
@@ -150,7 +150,7 @@ def write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequenc
 
 
 def common_writer() -> tuple[Any, str] | None:
-    """Owner and name of what writes ``common.pt``; None from 0.19 on, where that is one more shard."""
+    """Return owner and name of what writes ``common.pt``; None from 0.19 on, where that is one more shard."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
@@ -160,7 +160,7 @@ def common_writer() -> tuple[Any, str] | None:
 
 
 def raising(write: Callable[..., Any]) -> Callable[..., Any]:
-    """``FileSystemWriterAsync.write_preloaded_data``, raising what it would return.
+    """Return ``FileSystemWriterAsync.write_preloaded_data``, raising what it would return.
 
     From 0.17 on its caller tells of an error's type and no more, so "No space left on device" would be lost.
     """
@@ -184,7 +184,7 @@ def use_result_queue(make: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def step_counters_offered(part: Any) -> Iterator[None]:
-    """Inside, a `DistributedOptimizer` takes up a state for torch's Adam, whose step counter is a tensor.
+    """Enter a block in which a `DistributedOptimizer` takes a state of torch's Adam, whose step is a tensor.
 
     megatron copies every key the optimizer has and raises KeyError: no ``step`` is in the file. It has just loaded the
     counter from the parameter groups, so that one is offered as the source.
@@ -205,7 +205,7 @@ def step_counters_offered(part: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def groups_known_by_what_they_are() -> Iterator[None]:
-    """Inside, the parameter groups of a loaded state are found by what they hold, as in 0.16.
+    """Enter a block in which parameter groups of a loaded state are found by what they hold, as in 0.16.
 
     A later megatron-core takes rates and decays as part of a group's name, so no run could go on with another ``--lr``.
     """
@@ -223,7 +223,7 @@ def groups_known_by_what_they_are() -> Iterator[None]:
 
 @contextlib.contextmanager
 def parameters_where_they_lie(optimizer: Any) -> Iterator[None]:
-    """Inside, the state of a `DistributedOptimizer` is cut into parameters at the right places.
+    """Enter a block in which the state of a `DistributedOptimizer` is cut into parameters at the right places.
 
     megatron gathers it without the padding at the ends of buckets, but counts that padding where it cuts: of what
     comes after a padded bucket, shifted numbers went into checkpoints, without an error. A tied embedding over pipeline

@@ -41,7 +41,7 @@ class Observation:
 
 @contextlib.contextmanager
 def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Observation]]:
-    """Inside, every forward pass of the decoder's linears is noted; ``channels`` asks for the channel maxima."""
+    """Note every forward pass of the decoder's linears inside the block; ``channels`` asks for the channel maxima."""
     linears = parallel_linears(model)
     observations = {name: Observation() for name in linears}
     of_modules: dict[torch.nn.Module, list[Observation]] = {}
@@ -65,7 +65,7 @@ def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Obser
 
 
 def is_expert(module: torch.nn.Module) -> bool:
-    """Whether it belongs to experts, which may get no tokens."""
+    """Return whether it belongs to experts, which may get no tokens."""
     return isinstance(module, StackedLinear) or LinearKind.of(module).is_expert
 
 
@@ -103,7 +103,7 @@ class LayerAudit:
 def audit(
     model: torch.nn.Module, linears: QuantizedLinears, observations: Mapping[str, Observation]
 ) -> list[LayerAudit]:
-    """One row a linear layer, in the model's order; collective where ranks share rows."""
+    """Return one row a linear layer, in the model's order; collective where ranks share rows."""
     quantised = {layer.name: layer for layer in linears.layers}
     rows, modules = [], parallel_linears(model)
     # Of copies that share experts one may have had no prompt; in others' passes its MLPs take part, not its attention.
@@ -130,7 +130,7 @@ def audit(
 
 
 def of_all_ranks(rows: Sequence[LayerAudit], group: dist.ProcessGroup | None) -> list[LayerAudit]:
-    """The rows of the whole model, in its order; collective.
+    """Return the rows of the whole model, in its order; collective.
 
     Of a layer that several ranks have, a row that does not agree counts, then one with the most calls.
     """
@@ -158,7 +158,7 @@ def refuse_other_formats(rows: Sequence[LayerAudit]) -> None:
 
 
 def table_rows(rows: Sequence[LayerAudit], most: int) -> list[tuple[str, str, str]]:
-    """(layer, format it ran in, relative error) for a table: all of them, or the ``most`` with the largest errors."""
+    """Return (layer, format, relative error) for a table: all of them, or the ``most`` with the largest errors."""
     shown = rows if len(rows) <= most else sorted(rows, key=lambda row: -row.relative_error)[:most]
     return [(row.layer, row.ran, f"{row.relative_error:.2%}") for row in shown]
 

@@ -40,7 +40,7 @@ class LinearKind:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> LinearKind | None:
-        """None: it is no linear of a decoder layer."""
+        """Return the kind of a linear; None: it is no linear of a decoder layer."""
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
             group, exchanges = _shared(module.tp_group), not module.explicit_expert_comm
@@ -53,7 +53,7 @@ class LinearKind:
         return None
 
     def normed(self, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What ``module`` multiplies, [..., in]."""
+        """Return what ``module`` multiplies, [..., in]."""
         if not self.has_norm:
             return x
         if module.normalization == "LayerNorm":
@@ -61,7 +61,7 @@ class LinearKind:
         return functional.rms_norm(x, x.shape[-1:], module.layer_norm_weight, module.eps)
 
     def added_bias(self, module: torch.nn.Module) -> torch.Tensor | None:
-        """[out], where the linear itself adds it. Transformer Engine's bias may have no numbers."""
+        """Return [out], where the linear itself adds it. Transformer Engine's bias may have no numbers."""
         return None if self.returns_bias or module.bias is None or not module.bias.numel() else module.bias
 
 
@@ -83,26 +83,26 @@ class StackedLinear(torch.nn.Module):
         self.weight, self.bias, self.tensor_group, self.split = weight, bias, tensor_group, split
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """``tokens`` [T, in] sorted by expert -> [T, out]; ``ends`` [E] int32: where each expert's tokens end.
+        """Map ``tokens`` [T, in] sorted by expert to [T, out]; ``ends`` [E] int32: where each expert's tokens end.
 
         Rows behind the last end are undefined.
         """
         return functional.grouped_mm(tokens, self.weight.transpose(1, 2), offs=ends)
 
     def biases_of(self, rows: int, ends: torch.Tensor) -> torch.Tensor:
-        """The bias of each row of the product, [rows, out]; the last expert's behind the last end."""
+        """Return the bias of each row of the product, [rows, out]; the last expert's behind the last end."""
         each = torch.arange(rows, dtype=ends.dtype, device=ends.device)
         return self.bias[torch.searchsorted(ends, each, right=True).clamp_max(len(ends) - 1)]
 
 
 def weight_of(module: torch.nn.Module, expert: int | None = None) -> torch.Tensor:
-    """What a linear, or an ``expert`` of a stack, multiplies by, [N, K]: its weight, and what an adapter adds to it."""
+    """Return what a linear, or an ``expert`` of a stack, multiplies by, [N, K]: weight plus adapter."""
     weight, adapter = module.weight if expert is None else module.weight[expert], getattr(module, "adapter", None)
     return weight if adapter is None else adapter.merged(weight, expert)
 
 
 def taken_apart(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight [N, K] and ``tokens`` [..., K] whose product ``module`` computes now, with its copy if that is used.
+    """Return the weight [N, K] and ``tokens`` [..., K] whose product ``module`` computes now, with its copy if used.
 
     For whoever multiplies them in another order. Of tensor-parallel ranks each has its own rows.
     """
@@ -174,7 +174,7 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
     def forward(
         self, input_: torch.Tensor | PackedActivations, weight: Any = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the module's: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it.
+        """Run as the module: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it.
 
         Activations that are packed already, [T, in], are a rollout's: without gradients and sequence parallelism.
         """
@@ -238,7 +238,7 @@ class QuantizedStack(_InPlaceOfForward):
         ]
 
     def forward(self, tokens: torch.Tensor | PackedActivations, ends: torch.Tensor) -> torch.Tensor:
-        """As `StackedLinear`'s; with gradients expert by expert. A rollout's activations may be packed already."""
+        """Run as `StackedLinear`; with gradients expert by expert. A rollout's activations may be packed already."""
         if isinstance(tokens, PackedActivations):
             return self.recipe.grouped_multiply(tokens, self.weight, ends)
         if not _wants_gradients(tokens, self.module):
@@ -262,7 +262,7 @@ def _wants_gradients(x: torch.Tensor, module: torch.nn.Module) -> bool:
 
 
 def packing_for(module: torch.nn.Module) -> Packing | None:
-    """How a kernel may quantise the input of ``module`` now.
+    """Return how a kernel may quantise the input of ``module`` now.
 
     None where it is not quantised, has to be given numbers, or is watched: hooks see numbers.
     """
@@ -282,14 +282,14 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedMatrix) -> torch.Tensor:
-        """``weight`` is not multiplied: it is here to receive its gradient."""
+        """Return the product; ``weight`` is not multiplied: it is here to receive its gradient."""
         ctx.save_for_backward(x)
         ctx.layer = layer
         return layer.recipe.matmul(x, layer.weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Of input and weight, where they are wanted."""
+        """Return the gradients of input and weight, where they are wanted."""
         (x,) = ctx.saved_tensors
         layer: QuantizedMatrix = ctx.layer
         dy, tokens = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])

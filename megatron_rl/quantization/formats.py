@@ -20,7 +20,7 @@ _SIGN_AND_CODE = 0x87F00000 - 2**32
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """fp32 ``max(amax, AMAX_FLOOR) / largest``: the largest number of the group gets the largest code."""
+    """Return fp32 ``max(amax, AMAX_FLOOR) / largest``: the largest number of the group gets the largest code."""
     bounded = amax.float().clamp_min(AMAX_FLOOR)
     if bounded.is_cuda:  # there torch divides by a Python number as it multiplies by the reciprocal: an ulp apart
         return bounded / bounded.new_full((), largest)
@@ -28,7 +28,7 @@ def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is not below ``scale`` (positive, normal fp32).
+    """Return the smallest power of two that is not below ``scale`` (positive, normal fp32).
 
     By bit arithmetic: a carry out of the mantissa raises the exponent. A cast to float8_e8m0fnu rounds to the
     nearest power instead and can shrink a scale, after which the largest code overflows.
@@ -38,7 +38,7 @@ def power_of_two(scale: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes of ``values / scale``, to nearest even.
+    """Return E4M3 codes of ``values / scale``, to nearest even.
 
     Clamped before the cast: torch turned values above 448 into NaN in older versions.
     """
@@ -46,29 +46,29 @@ def fp8_codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def integer_codes(values: torch.Tensor, scale: torch.Tensor, largest: float = INT8_MAX) -> torch.Tensor:
-    """int8 codes of ``values / scale``, rounded to nearest even, within ``[-largest, largest]``."""
+    """Return int8 codes of ``values / scale``, rounded to nearest even, within ``[-largest, largest]``."""
     return (values.float() / scale).round_().clamp_(-largest, largest).to(torch.int8)
 
 
 def row_amax(values: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> fp32 [..., 1]."""
+    """Map [..., K] to the largest magnitude of each row, fp32 [..., 1]."""
     return values.abs().amax(-1, keepdim=True).float()
 
 
 def tiles(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] -> [ceil(N / TILE), TILE, ceil(K / TILE), TILE]; zeros fill up the last tiles."""
+    """Cut [N, K] into [ceil(N / TILE), TILE, ceil(K / TILE), TILE]; zeros fill up the last tiles."""
     rows, columns = weight.shape
     padded = functional.pad(weight, (0, -columns % TILE, 0, -rows % TILE))
     return padded.view(padded.shape[0] // TILE, TILE, padded.shape[1] // TILE, TILE)
 
 
 def segments(values: torch.Tensor) -> torch.Tensor:
-    """[T, K] -> [T, ceil(K / TILE), TILE]; zeros fill up the last segment."""
+    """Cut [T, K] into [T, ceil(K / TILE), TILE]; zeros fill up the last segment."""
     return functional.pad(values, (0, -values.shape[-1] % TILE)).unflatten(-1, (-1, TILE))
 
 
 def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
-    """``values`` fp32, at most 464 in magnitude, rounded to what E4M3 can represent; fp32.
+    """Return ``values`` fp32, at most 464 in magnitude, rounded to what E4M3 can represent; fp32.
 
     The same numbers as ``values.to(FP8).float()``, which on a CPU goes element by element: adding and taking
     away 1.5 x 2^20 times the number's own power of two leaves 3 bits behind the leading one. Below 2^-6 the
@@ -80,7 +80,7 @@ def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``codes.to(dtype)``, which goes element by element on a CPU; there 10 times as fast.
+    """Return ``codes.to(dtype)``, which goes element by element on a CPU; there 10 times as fast.
 
     The seven bits of exponent and mantissa, put where fp32 has the low ones of its own, are the number times 2^-120,
     those without a leading one included.
@@ -95,7 +95,7 @@ def fp8_numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def smoothing_factors(channel_amax: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
-    """SmoothQuant's ``sqrt(max|x_j| / max|w_j|)`` [K] fp32, its alpha being 1/2; 1 where either is 0.
+    """Return SmoothQuant's ``sqrt(max|x_j| / max|w_j|)`` [K] fp32, its alpha being 1/2; 1 where either is 0.
 
     Source: https://arxiv.org/abs/2211.10438, equation 4.
     """

@@ -21,7 +21,7 @@ def grouped_product(
     ends: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``dtype`` [T, N] ``(codes weight_codes^T) x scales x weight_scales^T`` of each group of rows with its own weight.
+    """Compute ``(codes weight_codes^T) x scales x weight_scales^T`` of each group of rows: ``dtype`` [T, N].
 
     Of int8 or float8_e4m3fn [T, K], sorted by expert, and [E, N, K], adjacent along K; ``scales`` fp32 [T, 1] and
     ``weight_scales`` fp32 [E, N, 1], of any stride between experts. ``ends`` int32 [E]: where each group ends. Rows

@@ -141,7 +141,7 @@ def blocks_kernel(
 
 
 def quantize(values: torch.Tensor, packing: Packing) -> PackedActivations:
-    """Activations [T, K], bf16, fp16 or fp32, of any stride, as ``packing`` says.
+    """Quantise activations [T, K], bf16, fp16 or fp32, of any stride, as ``packing`` says.
 
     Where a scale is a token's, K is at most 65536, else ValueError.
     """
@@ -215,7 +215,7 @@ _MANY_TOKENS = Tiles(128, 128, 128, 8, 3)
 
 
 def tiles_for(tokens: int) -> Tiles:
-    """The tiles of a product with that many tokens."""
+    """Return the tiles of a product with that many tokens."""
     return next((tiles for most, tiles in _TABLE if tokens <= most), _MANY_TOKENS)
 
 
@@ -226,7 +226,7 @@ def int8_matmul(
     weight_scales: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding an operation.
+    """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding an operation.
 
     Of int8 [M, K] and int8 [N, K]: rows may have any stride, columns are adjacent; ValueError where K is above 133,144.
     fp32 ``scales`` [M, 1], ``weight_scales`` [N, 1], contiguous. Pass slices to leave out padding rows of the weight.

@@ -35,7 +35,7 @@ from megatron_rl.quantization.shapes import skipped
 
 
 def parallel_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
+    """Return the linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
 
     ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers and experts are counted over all
     ranks. The experts of a stack have names of their own, each with the stack, in its order. Embedding, output head,
@@ -55,7 +55,7 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def counted_over_ranks(layer: torch.nn.Module, name: str) -> str:
-    """``mlp.experts.local_experts.0.linear_fc1`` in a decoder layer, by the expert's number in the whole layer."""
+    """Name ``mlp.experts.local_experts.0.linear_fc1`` of a decoder layer by its number in the whole layer."""
     parts = name.split(".")
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
@@ -137,7 +137,7 @@ class QuantizedLinears:
         self._stale = True
 
     def weights_changed(self) -> None:
-        """After an optimizer step or a load: the copies are of another model until the next refresh."""
+        """Note an optimizer step or a load: the copies are of another model until the next refresh."""
         self._stale = True
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class QuantizedLinears:
         self._stale = False
 
     def update(self) -> None:
-        """`refresh`, if the weights have changed since the last one."""
+        """Call `refresh`, if the weights have changed since the last one."""
         if self._stale:
             self.refresh()
 
@@ -187,13 +187,13 @@ class QuantizedLinears:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the layers run quantised, on fresh copies; may be nested."""
+        """Enter a block in which the layers run quantised, on fresh copies; may be nested."""
         with self._switched(True):
             self.update()
             yield
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Inside, the layers run as they are, even where aligned training has installed the copies for good."""
+        """Run the layers as they are inside the block, even where aligned training installed the copies for good."""
         return self._switched(False)
 
     @contextlib.contextmanager

@@ -41,7 +41,7 @@ class QuantizedWeight:
     """What the product reads where the device has none for the codes (see ``products``)."""
 
     def of_expert(self, index: int) -> QuantizedWeight:
-        """Views of one weight of a stack."""
+        """Return views of one weight of a stack."""
         smoothing, operand = (None if held is None else held[index] for held in (self.smoothing, self.operand))
         return replace(self, codes=self.codes[index], scales=self.scales[index], smoothing=smoothing, operand=operand)
 
@@ -71,7 +71,7 @@ class Packing:
     """fp32 [K] by which the activations are divided first; only where a scale is a token's."""
 
     def allocate(self, tokens: int, dtype: torch.dtype, device: torch.device) -> PackedActivations:
-        """Room for activations [tokens, K] of ``dtype``; scales [T, 1] or [T, columns / 128] lie column by column."""
+        """Allocate activations [tokens, K] of ``dtype``; scales [T, 1] or [T, columns / 128] lie column by column."""
         groups = self.columns // TILE if self.in_segments else 1
         codes = torch.empty(tokens, self.columns, dtype=self.code_type, device=device)
         scales = torch.empty(groups, tokens, dtype=torch.float32, device=device)
@@ -98,7 +98,7 @@ class Recipe(Storage, ABC):
     """What `--rl-mismatch-action fallback` goes on with."""
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
-        """Why a CUDA device of this compute capability (None: a CPU) cannot run it."""
+        """Return why a CUDA device of this compute capability (None: a CPU) cannot run it."""
         return None
 
     @abstractmethod
@@ -107,18 +107,18 @@ class Recipe(Storage, ABC):
 
     @abstractmethod
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
-        """Zeroed buffers of a weight [N, K] or of a stack [E, N, K]."""
+        """Return zeroed buffers of a weight [N, K] or of a stack [E, N, K]."""
 
     @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
-        """fp32 [N, K]; with smoothing it is that of the original weight."""
+        """Return fp32 [N, K]; with smoothing it is that of the original weight."""
 
     @abstractmethod
     def matmul(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        """``x W^T`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``."""
+        """Compute ``x W^T`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``."""
 
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-        """`matmul` of each group of tokens with its expert's weight: [T, K] -> [T, N], ``q`` a stack.
+        """Compute `matmul` of each group of tokens with its expert's weight: [T, K] -> [T, N], ``q`` a stack.
 
         ``ends`` [E] int32: where each group ends; rows behind the last one are undefined. This definition goes group by
         group, and the host reads ``ends``.
@@ -132,23 +132,23 @@ class Recipe(Storage, ABC):
         return product
 
     def packing(self, q: QuantizedWeight) -> Packing | None:
-        """How a kernel on CUDA may quantise the activations of ``q`` for `multiply`; None where only `matmul` can."""
+        """Return how a CUDA kernel may quantise activations of ``q`` for `multiply`; None where only `matmul` can."""
         return None
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
-        """`matmul` of what was quantised as `packing` says: [T, N] in the dtype of the activations."""
+        """Return `matmul` of what was quantised as `packing` says: [T, N] in the dtype of the activations."""
         raise QuantizationError(f"{self.name} quantises activations itself")
 
     def grouped_packing(self, q: QuantizedWeight) -> Packing | None:
-        """`packing` for `grouped_multiply`, ``q`` a stack."""
+        """Return `packing` for `grouped_multiply`, ``q`` a stack."""
         return None
 
     def grouped_multiply(self, x: PackedActivations, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-        """`grouped_matmul` of what was quantised as `grouped_packing` says."""
+        """Return `grouped_matmul` of what was quantised as `grouped_packing` says."""
         raise QuantizationError(f"{self.name} quantises the activations of experts itself")
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        """``dY W`` with both quantised: [T, N] -> [T, K] in the dtype of ``gradient``; for a quantised backward pass.
+        """Compute ``dY W`` with both quantised: [T, N] -> [T, K] in the dtype of ``gradient``; for the backward pass.
 
         ``weight`` [N, K] is what ``q`` is of. The sum is over N, so where a scale is a row's the weight is quantised
         anew, with a scale an input channel: those of ``q`` would stand inside the sum.
@@ -156,7 +156,7 @@ class Recipe(Storage, ABC):
         return self.matmul(gradient, self._encoded(weight.t()))
 
     def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``dY^T X`` with both quantised: [T, N] and [T, K] -> [N, K] in the dtype of ``gradient``.
+        """Compute ``dY^T X`` with both quantised: [T, N] and [T, K] -> [N, K] in the dtype of ``gradient``.
 
         The sum is over tokens: ``x`` is quantised as a weight is, and where a scale is a row's it is a channel's over
         all tokens. NaN and infinity come through, as they would unquantised.
@@ -172,10 +172,10 @@ class Recipe(Storage, ABC):
 
     @abstractmethod
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        """``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""
+        """Return ``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""
 
     def quantize(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> QuantizedWeight:
-        """New buffers filled from ``weight`` [N, K] of any float type.
+        """Return new buffers filled from ``weight`` [N, K] of any float type.
 
         Raises:
             QuantizationError: the weight is no matrix, or holds NaN or infinity.

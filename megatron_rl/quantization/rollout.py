@@ -63,7 +63,7 @@ class RolloutQuantization:
         self._audited = False
 
     def weights_changed(self) -> None:
-        """The copies are of other weights: made anew at once for aligned training, else before they are used again.
+        """Note that the copies are of other weights: made anew at once when aligned, else before their next use.
 
         At once means collective over the lockstep group.
         """
@@ -78,7 +78,7 @@ class RolloutQuantization:
 
     @contextlib.contextmanager
     def aligned(self) -> Iterator[None]:
-        """Inside, the trainer's linears run quantised too; the weights must have been read."""
+        """Enter a block in which the trainer's linears run quantised too; the weights must have been read."""
         with self.linears.installed():
             self._aligned = True
             try:
@@ -88,7 +88,7 @@ class RolloutQuantization:
 
     @contextlib.contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Inside, the linears run as they are and are watched; what they see smooths their copies."""
+        """Enter a block in which the linears run as they are and are watched; what they see smooths their copies."""
         linears = self.linears
         with observed(self._model, channels=True) as seen, linears.suspended():
             yield
@@ -97,7 +97,7 @@ class RolloutQuantization:
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Inside, the linears run quantised, on fresh copies. The first time it audits after; collective.
+        """Run the linears quantised inside the block, on fresh copies. The first time it audits after; collective.
 
         Raises:
             QuantizationError: a weight is not finite, or a layer ran in another format.
@@ -122,7 +122,7 @@ class RolloutQuantization:
 
     @contextlib.contextmanager
     def emulated(self) -> Iterator[None]:
-        """Inside, the trainer's forward pass runs on freshly quantised weights, as a rollout should have."""
+        """Run the trainer's forward pass on freshly quantised weights inside the block, as a rollout should have."""
         self.weights_changed()
         with self.linears.installed():
             yield
@@ -135,7 +135,7 @@ class RolloutQuantization:
         return self.recipe
 
     def state_dict(self) -> dict[str, Any]:
-        """The recipe that the flags asked for, the one in use, and its calibration on this rank, [K] fp32 by layer."""
+        """Return the recipe of the flags, the one in use, and its calibration on this rank, [K] fp32 by layer."""
         return {"asked": self._asked, "recipe": self.recipe, **({} if self.wants_calibration else self._smoothing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ EXACT_COLUMNS = 1024
 
 @functools.cache
 def cpu_multiplies_int8() -> bool:
-    """True where ``torch._int_mm`` has a kernel of its own; elsewhere it is 20 times slower than fp32."""
+    """Return True where ``torch._int_mm`` has a kernel of its own; elsewhere it is 20 times slower than fp32."""
     return torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -41,7 +41,7 @@ class RowRecipe(Recipe):
         return self.code_type == torch.int8
 
     def amax(self, weight: torch.Tensor) -> torch.Tensor:
-        """fp32 [N, 1]: the largest magnitude among what shares a row's scale."""
+        """Return fp32 [N, 1]: the largest magnitude among what shares a row's scale."""
         return formats.row_amax(weight)
 
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
@@ -92,7 +92,7 @@ class RowRecipe(Recipe):
         return product.view(*x.shape[:-1], q.rows)
 
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-        """The borders of the groups stay on the device, as a CUDA graph needs it."""
+        """Multiply group by group; the borders of the groups stay on the device, as a CUDA graph needs it."""
         if x.is_cuda:
             return self.grouped_by_kernel(x, q, ends)
         expert = _expert_of_each(x, ends)
@@ -105,7 +105,7 @@ class RowRecipe(Recipe):
         return product.mul_(scale).mul_(q.scales[expert, : q.rows, 0]).to(x.dtype)
 
     def grouped_by_kernel(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-        """`grouped_matmul` on CUDA, or in Triton's interpreter."""
+        """Return `grouped_matmul` on CUDA, or in Triton's interpreter."""
         from megatron_rl.quantization.kernels import quantize
 
         # Of each token its expert's: the quantiser divides all of its rows by the same.
@@ -114,7 +114,7 @@ class RowRecipe(Recipe):
         return self.grouped_multiply(replace(packed, dtype=x.dtype), q, ends)
 
     def grouped_packing(self, q: QuantizedWeight) -> Packing | None:
-        """Smoothing is not the kernels'."""
+        """Return None with smoothing, which is not the kernels'."""
         return None if q.smoothing is not None else Packing(self.code_type, q.codes.shape[-1])
 
     def grouped_multiply(self, x: PackedActivations, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ class RowRecipe(Recipe):
         return int8_matmul(x.codes, q.codes[: q.rows], x.scales, q.scales[: q.rows], x.dtype)
 
     def activation_codes(self, tokens: torch.Tensor, q: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes of ``tokens`` [T, K] as fp32 numbers [T, K], and their scales [T, 1]; eager."""
+        """Return the codes of ``tokens`` [T, K] as fp32 numbers [T, K], and their scales [T, 1]; eager."""
         values = tokens.float()
         if q.smoothing is not None:
             values = values / q.smoothing
@@ -163,7 +163,7 @@ def _expert_of_each(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-    """CPU: exact integers ``codes W^T`` [T, N], int32, or fp32 where they fit; ``codes`` [T, K] are fp32 integers."""
+    """Compute exact integers ``codes W^T`` [T, N] on a CPU, int32, or fp32 where they fit; ``codes`` [T, K] fp32."""
     if q.operand is not None:
         if q.columns <= EXACT_COLUMNS:
             return torch.mm(codes, q.operand.t())
@@ -174,7 +174,7 @@ def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
 
 
 def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """CUDA: ``(codes x scales) W^T`` [T, N]; one scale a row of both."""
+    """Compute ``(codes x scales) W^T`` [T, N] on CUDA; one scale a row of both."""
     out = torch.bfloat16  # the only one that rowwise scaling has
     product = torch._scaled_mm(codes, q.codes.t(), scale_a=scales, scale_b=q.scales.t(), out_dtype=out)
     return product[:, : q.rows].to(dtype)

@@ -38,12 +38,12 @@ class Storage:
     """True if it wants the largest activation of every input channel; it keeps an fp32 number of each."""
 
     def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """The shape of the codes: rounded up to what the kernels want, 16 or a tile."""
+        """Return the shape of the codes: rounded up to what the kernels want, 16 or a tile."""
         height, width = (max(16, size) for size in self.tile)
         return -(-rows // height) * height, -(-columns // width) * width
 
     def stored_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of codes, scales and smoothing."""
+        """Return the bytes of codes, scales and smoothing."""
         stored_rows, stored_columns = self.stored_shape(rows, columns)
         height, width = self.tile
         scales = stored_rows // height * (stored_columns // width if width else 1)
@@ -51,7 +51,7 @@ class Storage:
         return stored_rows * stored_columns * self.bits // 8 + scales * self.scale_bytes + smoothing
 
     def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
-        """Why a rank's part [rows, columns] of a weight cannot be quantised like the whole; None if it can."""
+        """Return why a rank's part [rows, columns] of a weight cannot be quantised like the whole; None if it can."""
         size, tile = (columns, self.tile[1]) if split == "rows" else (rows, self.tile[0])
         if split is not None and tile and size % tile:
             return f"a rank's part of {size} is no multiple of {tile}, so its tiles would not be those of one rank"
@@ -59,7 +59,7 @@ class Storage:
 
 
 def storage_of(name: str) -> Storage | None:
-    """What the recipe keeps, None for ``none``; only one that is given by its path is imported, and torch with it."""
+    """Return what the recipe keeps, None for ``none``; only one given by its path is imported, and torch with it."""
     if ":" in name or name == "none":
         recipe = RECIPES.get(name)
         if recipe is not None and not isinstance(recipe, Storage):
@@ -73,7 +73,7 @@ def storage_of(name: str) -> Storage | None:
 
 
 def skipped(name: str, patterns: Sequence[str], num_layers: int) -> bool:
-    """True if a pattern names the layer: a shell pattern (``layers.0.*``), or the ``first:N`` or ``last:N`` layers."""
+    """Return whether a pattern names the layer: a shell pattern (``layers.0.*``), or ``first:N`` or ``last:N``."""
     return any(_matches(name, pattern, num_layers) for pattern in patterns)
 
 
@@ -86,7 +86,7 @@ def _matches(name: str, pattern: str, num_layers: int) -> bool:
 
 
 def layer_problems(config: RLConfig, shape_problem: Callable[[int, int, Split | None], str | None]) -> list[Problem]:
-    """Every pattern that names nothing, and layers that the recipe cannot quantise.
+    """Report every pattern that names nothing, and layers that the recipe cannot quantise.
 
     ``shape_problem``: (rows, columns, split) of a rank's part -> why it cannot be quantised like the whole, or None.
     """

@@ -175,7 +175,7 @@ class Records:
         self._records: list[Record] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         return {"groups": list(self._records)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -207,7 +207,7 @@ class ExpectedLengths:
                 known.tasks[source.task.id] = round(length, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         return {name: asdict(known) for name, known in self._environments.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

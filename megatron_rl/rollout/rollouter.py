@@ -52,7 +52,7 @@ class Goal:
         return idle
 
     def leave(self) -> None:
-        """This replica generates no more, whatever the others need."""
+        """Let this replica generate no more, whatever the others need."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Run:
             )  # fmt: skip
 
     def evaluate(self, evaluator: Evaluator, alone: bool = False) -> dict[str, float] | None:
-        """Metrics with the current weights; None when asked to stop meanwhile. Collective.
+        """Evaluate the current weights; None when asked to stop meanwhile. Collective.
 
         Raises:
             EnvironmentFault: an environment has graded nothing, and the run is ``alone`` for the evaluation.
@@ -96,7 +96,7 @@ class Run:
         return outcome.metrics
 
     def summary(self, status: str) -> dict[str, Any]:
-        """``summary.json``, the numbers one asks for first.
+        """Return ``summary.json``, the numbers one asks for first.
 
         ``eval`` is the mean over environments; ``eval_by_environment`` has each of them.
         """
@@ -140,7 +140,7 @@ def open_run(
     command: Sequence[str],
     callbacks: Sequence[Callback] = (),
 ) -> Iterator[Run]:
-    """Environments, then a model of random weights; leaves no process behind. Collective over the job."""
+    """Open environments, then a model of random weights; leave no process behind. Collective over the job."""
     directory = RunDirectory(Path(config.logging.run_dir))
     timer = PhaseTimer(sync=platform.synchronize if config.logging.timing_log_level > 0 else None)
     has_callbacks = bool(config.logging.callbacks or callbacks)
@@ -175,7 +175,7 @@ def open_run(
 def build_quantization(
     config: RLConfig, policy: PolicyModel, groups: ParallelGroups, directory: RunDirectory, timer: PhaseTimer
 ) -> RolloutQuantization:
-    """Room for quantised copies of the weights; none with `--rl-rollout-quantization none`."""
+    """Allocate quantised copies of the weights; none with `--rl-rollout-quantization none`."""
     settings = config.quantization
 
     def report(rows: Sequence[LayerAudit]) -> None:

@@ -41,14 +41,14 @@ class EnvironmentAccess:
         return frozenset(spec.name for spec in self.served if spec.is_harness)
 
     def training_pools(self) -> list[TaskPool]:
-        """Training tasks of every environment that may be trained on."""
+        """Return training tasks of every environment that may be trained on."""
         return [
             TaskPool(spec.name, self.client.fetch_tasks(spec.name, "train"), spec.weight)
             for spec in self._trained_on
         ]
 
     def demonstrations(self) -> list[tuple[str, Demonstration]]:
-        """Demonstrations of all training environments with its name, one environment after the other."""
+        """Return demonstrations of all training environments with its name, one environment after the other."""
         return [
             (spec.name, demonstration)
             for spec in self._trained_on
@@ -61,7 +61,7 @@ class EnvironmentAccess:
         return ConversationSettings(max_turns, max_sequence_length)
 
     def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
-        """The first ``count`` held-out tasks of every environment whose prompts fit, or as many as its entry says.
+        """Return the first ``count`` held-out tasks of each environment whose prompts fit, or as many as it says.
 
         An environment without any, which trains on all it has, is not evaluated.
 
@@ -91,7 +91,7 @@ class EnvironmentAccess:
 def open_environments(
     config: RLConfig, groups: ParallelGroups, directory: RunDirectory
 ) -> Iterator[EnvironmentAccess]:
-    """The server of this node, started by its first rank and stopped at the end; collective."""
+    """Run the server of this node, started by its first rank and stopped at the end; collective."""
     settings = config.environment
     folder = directory.logs / f"environments_{socket.gethostname()}"
     with contextlib.ExitStack() as stack:

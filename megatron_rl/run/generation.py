@@ -29,7 +29,7 @@ CALIBRATION_TOKENS = 64
 
 
 def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tuple[str, ...]]:
-    """`--rl-stop-strings`: the ids of those that are special tokens, which text does not have, and the others."""
+    """Split `--rl-stop-strings` into ids of special tokens, which text does not have, and the others."""
     strings = config.rollout.rl_stop_strings
     special = tokenizer.special_tokens if strings else {}
     return [special[text] for text in strings if text in special], tuple(t for t in strings if t not in special)
@@ -45,7 +45,7 @@ def request_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
 
 
 def evaluation_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
-    """The same for held-out tasks."""
+    """Make the same for held-out tasks."""
     flags = config.rollout
     asked = config.with_values(
         rl_temperature=flags.rl_eval_temperature, rl_top_k=flags.rl_eval_top_k, rl_top_p=flags.rl_eval_top_p,
@@ -58,7 +58,7 @@ def build_engine(
     config: RLConfig, policy: PolicyModel, tokenizer: Tokenizer, groups: ParallelGroups,
     cache_budget_gb: float | None = None,
 ) -> Engine:  # fmt: skip
-    """`--rl-inference-engine`: ours, or megatron-core's own as oracle.
+    """Build the engine of `--rl-inference-engine`: ours, or megatron-core's own as oracle.
 
     ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
     """
@@ -145,7 +145,7 @@ def serve_harnesses(run: Run) -> HarnessSettings | None:
 
 
 def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence[SourcedTask]) -> list[Request]:
-    """One short sample each of a few tasks; those of a source are the run's next prompts and stay undrawn."""
+    """Return one short sample each of a few tasks; those of a source are the next prompts and stay undrawn."""
     if isinstance(tasks, PromptSource):
         source, cursor = tasks, tasks.state_dict()
         tasks = source.draw(CALIBRATION_PROMPTS)
@@ -164,7 +164,7 @@ def build_evaluator(run: Run, rollouter: Rollouter) -> Evaluator:
 
 
 def build_evaluator_alone(run: Run) -> Evaluator:
-    """The same with an engine of its own: nothing else generates in this program."""
+    """Build the same with an engine of its own: nothing else generates in this program."""
     engine = build_engine(run.config, run.policy, run.tokenizer, run.groups, run.phases.cache_budget_gb())
     evaluator = build_evaluator(run, build_rollouter(run, engine))
     factory = evaluation_factory(run.config, run.tokenizer)

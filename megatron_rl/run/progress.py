@@ -50,7 +50,7 @@ class Progress:
         return self.step if self.step or self.evaluated_first else -1
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
+        """Return all of it, for a checkpoint."""
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

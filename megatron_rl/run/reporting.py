@@ -296,7 +296,7 @@ def start_report(run_dir: Path) -> subprocess.Popen:
 
 
 def first_of_each(groups: Sequence[RolloutGroup], count: int) -> list[RolloutGroup]:
-    """The pairs of groups of the first ``count`` tasks of each environment."""
+    """Return the pairs of groups of the first ``count`` tasks of each environment."""
     seen: Counter[str] = Counter()
     kept: list[RolloutGroup] = []
     for sampled, greedy in zip(groups[::2], groups[1::2], strict=True):
@@ -324,7 +324,7 @@ def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
 
 @torch.no_grad()
 def parameter_norm(policy: PolicyModel, groups: ParallelGroups) -> float:
-    """L2 norm over the whole model; what several ranks hold counts once."""
+    """Return the L2 norm over the whole model; what several ranks hold counts once."""
     return math.sqrt(sum_over_model(policy.chunks, groups, lambda _, values: values.double().square().sum()).item())
 
 
@@ -340,6 +340,6 @@ def active_parameters(policy: PolicyModel, groups: ParallelGroups) -> float:
 
 
 def sequence_advantages(batch: TokenBatch) -> dict[tuple[int, int], float]:
-    """The mean advantage of the tokens of each sequence, by the number of its sample and its own in the sample."""
+    """Return the mean advantage of each sequence's tokens, by its sample's number and its own in the sample."""
     numbers = zip(batch.samples.sample_id, batch.samples.sequence.tolist(), strict=False)
     return dict(zip(numbers, batch.sequence_means(batch.advantages).tolist(), strict=False))

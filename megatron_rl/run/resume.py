@@ -51,7 +51,7 @@ class Settings:
                 self._values[flag.name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the settings as JSON values."""
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class PromptFormats:
                 )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Environment -> setting -> digest."""
+        """Return environment -> setting -> digest."""
         return self._found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

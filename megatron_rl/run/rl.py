@@ -78,7 +78,7 @@ class RLRun(TrainingRun):
             self.journal.forget(step)
 
     def open_journal(self, step: int, seed: int) -> StepJournal:
-        """Finished groups of an earlier start of this step, and the place for new ones; collective."""
+        """Open the finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
             return StepJournal({}, extra_groups=self.collector.extra_groups)
         with out_of_memory_reported(self.config, "rollout"):
@@ -129,7 +129,7 @@ class RLRun(TrainingRun):
 
 
 def build(base: Run) -> RLRun:
-    """The program's parts; collective over the job."""
+    """Build the program's parts; collective over the job."""
     start, states = start_training(base)
     config, policy, groups, phases = base.config, base.policy, base.groups, base.phases
     if config.quantization.rl_train_forward == "quantized":
@@ -186,12 +186,12 @@ def _prompt_source(base: Run, max_prompt_tokens: int, states: StateRegistry) -> 
 def build_scorer(
     config: RLConfig, policy: PolicyModel, groups: ParallelGroups, balance: BalanceLosses | None = None
 ) -> Scorer:
-    """Log-probs of the distribution that is sampled; ``balance`` of a model that is trained."""
+    """Build what gives log-probs of the distribution that is sampled; ``balance`` of a model that is trained."""
     return Scorer(policy, groups, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer, balance)
 
 
 def build_teacher(base: Run, states: StateRegistry) -> Teacher | None:
-    """The model of `--rl-teacher-load-hf`, in the policy's layout; collective. A resumed run compares it.
+    """Build the model of `--rl-teacher-load-hf`, in the policy's layout; collective. A resumed run compares it.
 
     Raises:
         CheckpointError: its files are damaged, or it is not the teacher that the run began with.

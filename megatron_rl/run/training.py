@@ -74,14 +74,14 @@ class TrainingRun(Run):
         return self.progress.is_best(broadcast_json(metrics.get(wanted), source=0))
 
     def must_leave(self, seconds: float) -> bool:
-        """`--exit-interval` and `--exit-duration-in-mins`."""
+        """Return whether `--exit-interval` or `--exit-duration-in-mins` is reached."""
         training = self.config.training
         on_step = training.exit_interval is not None and self.progress.step % training.exit_interval == 0
         late = training.exit_duration_in_mins is not None and seconds > 60 * training.exit_duration_in_mins
         return on_step or late
 
     def save(self, final: bool, is_best: bool = False) -> None:
-        """Checkpoint the finished steps, with `--async-save` in the background unless it is ``final``; collective.
+        """Save the finished steps, with `--async-save` in the background unless it is ``final``; collective.
 
         Raises:
             SaveError: it failed and is the ``final`` one. Another that fails is tried again when the next is due.
@@ -116,7 +116,7 @@ class TrainingRun(Run):
 
 
 def start_training(base: Run) -> tuple[Start, StateRegistry]:
-    """Weights, optimizer, and the states that the run goes on from; collective."""
+    """Load weights, optimizer, and the states that the run goes on from; collective."""
     config, quantization = base.config, base.phases.quantization
     copies = quantization if quantization.is_quantized else None
     start = start_weights(config, base.policy, base.checkpoints, base.groups, copies)
@@ -133,7 +133,7 @@ AnyRun = TypeVar("AnyRun", bound=TrainingRun)
 
 
 def assemble(program: type[AnyRun], base: Run, start: Start, states: StateRegistry, **own: Any) -> AnyRun:
-    """The run of ``program``, with its ``own`` parts, which has everything that it needs: the next thing is a step."""
+    """Assemble the run of ``program`` with its ``own`` parts: the next thing is a step."""
     config, bin_size = base.config, base.config.training.rl_sequence_packing_bin_size
     run = program(
         **vars(base),
@@ -220,7 +220,7 @@ def _stop(run: TrainingRun) -> str:
 
 @contextlib.contextmanager
 def finished_steps_kept(run: TrainingRun) -> Iterator[None]:
-    """The step inside may run out of memory: then it has not been, and the steps before it are saved if they can be.
+    """Let the step inside run out of memory: then it has not been, and the steps before it are saved if possible.
 
     An allocation fails on one rank, and the others wait for it in a collective that it will never reach, until the
     launcher ends them. So only a run of one rank can still save, and ranks that fail together: in a rollout without

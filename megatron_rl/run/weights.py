@@ -89,7 +89,7 @@ def start_weights(
 
 
 def first_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> Optimization:
-    """The critic as a run begins with it: the trunk of `--rl-critic-load-hf`, else the policy's as it is now.
+    """Build the critic as a run begins with it: the trunk of `--rl-critic-load-hf`, else the policy's as it is now.
 
     With `--rl-critic-lora-rank` it has no weights of its own but adapters and head: the policy's base is its trunk.
     """

@@ -55,7 +55,7 @@ class BatchBuilder:
     def updates(
         self, samples: Sequence[Sample], batch_size: int, seed: int
     ) -> list[list[TokenBatch]]:
-        """Micro-batches of each optimizer update of one pass over a step's samples; collective.
+        """Return micro-batches of each optimizer update of one pass over a step's samples; collective.
 
         As few updates as hold all samples of the job with at most ``batch_size`` each, equal to one sample: 100 samples
         and a ``batch_size`` of 64 are two updates of 50, because 64 and 36 would be one noisier step of the same size.
@@ -89,7 +89,7 @@ class BatchBuilder:
         return [self.pack(part, seed + update) for update, part in enumerate(parts)]
 
     def pack(self, samples: Sequence[Sample], seed: int) -> list[TokenBatch]:
-        """Best-fit bins of at most ``bin_tokens`` tokens, in shuffled order; collective where ranks share experts.
+        """Pack into best-fit bins of at most ``bin_tokens`` tokens, in shuffled order; collective with shared experts.
 
         Pipeline stages must know the size of what they receive: bins are filled up to the fullest, which is little.
         There are more of them, without loss, for interleaved stages, which want a multiple of their number, and for

@@ -27,23 +27,23 @@ class ValueScorer(PackedForward):
     """The critic's view of packed batches."""
 
     def after(self, output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """[T] fp32: what is expected after each token; ``output`` [W, 1] is that of `forward`."""
+        """Return what is expected after each token, [T] fp32; ``output`` [W, 1] is that of `forward`."""
         values = output[:, 0]
         return values if batch.packing.share is None else batch.packing.share.whole(values, self.groups.context_group)
 
     @torch.no_grad()
     def all_after(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """`after` of each batch, without gradient; on every stage, collective over them."""
+        """Return `after` of each batch, without gradient; on every stage, collective over them."""
         return self._shared(self._read_all(batches, self.forward, self.after), batches, torch.float32)
 
 
 def before(after: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[T]: what was expected before each token, 0 at the first one of a sequence."""
+    """Return what was expected before each token, [T], 0 at the first one of a sequence."""
     return torch.where(batch.packing.position_ids > 0, after.roll(1), 0.0)
 
 
 def value_loss(values: torch.Tensor, batch: TokenBatch, clip_range: float) -> MicroLoss:
-    """``0.5 max((V - R)^2, (V_clipped - R)^2)``, V_clipped within ``clip_range`` of the value before the step.
+    """Return ``0.5 max((V - R)^2, (V_clipped - R)^2)``, V_clipped within ``clip_range`` of the value before the step.
 
     The value loss of PPO (arXiv 1707.06347, as in its published code); the denominator is the loss tokens. ``values``
     [T], with the gradient, are of a batch that has old values and returns.
@@ -72,7 +72,7 @@ class Critic:
     clip_range: float
 
     def with_values(self, updates: Updates) -> Updates:
-        """The batches with values of the critic as it is now; collective."""
+        """Return the batches with values of the critic as it is now; collective."""
         # With --overlap-param-gather the first forward pass would wait for the ranks that have no batch.
         self.optimization.gather_parameters()
         return [
@@ -80,7 +80,7 @@ class Critic:
         ]
 
     def update(self, updates: Updates) -> tuple[dict[str, float], list[UpdateOutcome]]:
-        """One optimizer step for each of ``updates``; collective. Metrics under verl's names, and the outcomes."""
+        """Take one optimizer step for each of ``updates``; collective. Metrics under verl's names, and the outcomes."""
         outcomes, totals = self.scorer.update(self.optimization, updates, self._loss)
         tokens = max(float(totals.pop("tokens")), 1.0)
         metrics = {name: float(total) / tokens for name, total in totals.items()}
@@ -101,7 +101,7 @@ def _with_values(batch: TokenBatch, after: torch.Tensor) -> TokenBatch:
 
 
 def whitened(updates: Updates, groups: ParallelGroups, device: torch.device, epsilon: float) -> Updates:
-    """Advantages less their mean, divided by std (ddof 1) + ``epsilon``, over the step's loss tokens; collective."""
+    """Normalise advantages by their mean and std (ddof 1) + ``epsilon`` over the step's loss tokens; collective."""
     rows = [_moments(batch.in_loss, batch.advantages) for part in updates for batch in part]
     sums = sum(rows, torch.zeros(3, dtype=torch.float64, device=device))
     dist.all_reduce(sums, group=groups.data_group)

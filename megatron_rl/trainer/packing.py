@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError, TrainingError
 
 
 def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
-    """The data-parallel rank of each sample, with about the same number of tokens on all ranks.
+    """Return the data-parallel rank of each sample, with about the same number of tokens on all ranks.
 
     Longest first, each sample goes to the rank with the fewest tokens so far (LPT: Graham, 1969). Ranks within one per
     cent of a rank's share count as equal, and of those the one with the fewest samples takes it. Of 4,096 log-normal
@@ -39,7 +39,7 @@ def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]]:
-    """Best-fit decreasing: each sample, longest first, goes into the fullest bin that still has room for it.
+    """Pack best-fit decreasing: each sample, longest first, goes into the fullest bin that has room for it.
 
     Guarantees at most 11/9 of the optimal number of bins plus 4 (Johnson, 1974); with hundreds of log-normal lengths
     bins are 98 to 99.9 % full. Their order is shuffled by ``seed``: else all long samples would come first.
@@ -195,7 +195,7 @@ def _dummies(padding: int, longest: int) -> tuple[int, ...]:
 
 
 def without_loss(batch: TokenBatch) -> TokenBatch:
-    """One of its size that changes nothing."""
+    """Return a batch of its size that changes nothing."""
     nothing = torch.zeros_like(batch.loss_mask)
     samples = replace(batch.samples, sample_id=(), tokens_elsewhere=torch.zeros_like(batch.samples.tokens_elsewhere))
     return replace(batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, samples=samples)

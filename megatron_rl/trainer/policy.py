@@ -42,7 +42,7 @@ class ReferencePolicy:
     @contextlib.contextmanager
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
-        """The model holds the reference weights inside the ``with`` block."""
+        """Put the reference weights into the model inside the ``with`` block."""
         own = self._on_host()
         self._write(self._frozen)
         try:
@@ -75,7 +75,7 @@ class BasePolicy:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The adapters are off inside the ``with`` block."""
+        """Switch the adapters off inside the ``with`` block."""
         try:
             with without_adapters(self._policy):
                 self._tell_copies()
@@ -182,7 +182,7 @@ def _each(updates: Updates, change: Callable[[TokenBatch], TokenBatch]) -> Updat
 
 
 def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[str, float]:
-    """Over the step's samples of the mean advantage of each one's tokens, in all its sequences; collective."""
+    """Return metrics over the step's samples of the mean advantage of each one's tokens; collective."""
     rows = []
     for batch in (batch for part in updates for batch in part):
         numbers = [batch.samples.sequence, batch.sequence_sums(batch.advantages), batch.loss_tokens()]

@@ -38,7 +38,7 @@ class MomentFormat:
     it divides the update."""
 
     def allocate(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Zeros, for a parameter of any shape: its numbers in a row, or codes [B, 128] and scales [B, 1] fp32."""
+        """Allocate zeros for a parameter of any shape: numbers in a row, or codes [B, 128] and scales [B, 1] fp32."""
         if self.dtype != FP8:
             return (torch.zeros(parameter.numel(), dtype=self.dtype, device=parameter.device),)
         blocks = -(-parameter.numel() // TILE)
@@ -46,7 +46,7 @@ class MomentFormat:
         return codes, torch.ones(blocks, 1, device=parameter.device)
 
     def read(self, stored: tuple[Tensor, ...], size: int) -> Tensor:
-        """The first ``size`` numbers, fp32; in fp32 a view of what is stored."""
+        """Return the first ``size`` numbers, fp32; in fp32 a view of what is stored."""
         if self.dtype != FP8:
             return stored[0].float()
         codes, scales = stored
@@ -148,7 +148,7 @@ class PrecisionAwareAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def read_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Both moments, fp32 in the shape of ``parameter``; nothing before the first step."""
+        """Read both moments, fp32 in the shape of ``parameter``; nothing before the first step."""
         if parameter not in self.state:
             return {}
         found = {name: torch.empty(parameter.numel(), device=parameter.device) for name in MOMENTS}

@@ -39,7 +39,7 @@ class SampleBuilder:
     def build(
         self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int], policy_version: int
     ) -> tuple[tuple[Sample, ...], StepRewards]:
-        """This rank's samples for training, and the rewards of all; collective over the rollout replicas.
+        """Build this rank's samples for training, and the rewards of all; collective over the rollout replicas.
 
         A sample of several sequences is several `Sample`s of one number. It counts once among the rewards: with all its
         tokens, and as truncated where one of its sequences was.
@@ -132,7 +132,7 @@ def _sample(number: int, sequence: Branch, rollout: Rollout, sample_id: int) -> 
 
 
 def reward_metrics(step: StepRewards) -> dict[str, float]:
-    """Rewards, and how much of the rollout carries a signal, under verl's names."""
+    """Return rewards, and how much of the rollout carries a signal, under verl's names."""
     signal, rewards = float(step.informative.sum()), step.rewards[step.valid]
     metrics = {
         "training/groups_with_signal": signal,

@@ -46,7 +46,7 @@ class PackedForward:
     def update(
         self, optimization: Optimization, updates: Updates, loss: Loss
     ) -> tuple[list[UpdateOutcome], dict[str, torch.Tensor]]:
-        """One optimizer step of the model for each of ``updates``, and the sums of all of them; collective."""
+        """Take an optimizer step of the model for each of ``updates``; return their outcomes and sums; collective."""
         outcomes: list[UpdateOutcome] = []
         sums: list[Sums] = []
         for micro_batches in updates:
@@ -131,7 +131,7 @@ class Scorer(PackedForward):
     def select(
         self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", *, is_logits: bool = False
     ) -> TokenBatch:
-        """The batch with current log-probs and entropy; ``output`` is that of `forward`, or ``is_logits``.
+        """Return the batch with current log-probs and entropy; ``output`` is that of `forward`, or ``is_logits``.
 
         The backward pass writes the gradient of logits over them.
         """

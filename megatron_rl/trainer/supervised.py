@@ -37,7 +37,7 @@ class DemonstrationSource:
         self.skipped_too_long = 0
 
     def draw(self, count: int) -> list[Sample]:
-        """The next ``count`` demonstrations that fit; longer ones are skipped and counted.
+        """Draw the next ``count`` demonstrations that fit; longer ones are skipped and counted.
 
         Raises:
             EnvironmentFault: none fits.
@@ -57,7 +57,7 @@ class DemonstrationSource:
         return samples
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor, for a checkpoint."""
+        """Return the cursor, for a checkpoint."""
         return {"demonstrations": self._cursor}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -87,7 +87,7 @@ class SupervisedTrainer:
     timer: PhaseTimer
 
     def step(self, micro_batches: Sequence[TokenBatch]) -> TrainOutcome:
-        """One update; collective."""
+        """Take one update; collective."""
         with self.timer.phase("update_actor"):
             outcomes, totals = self.scorer.update(self.optimization, [micro_batches], self.loss)
         tokens = float(totals["tokens"])

@@ -36,7 +36,7 @@ class Teacher:
         self._leave()
 
     def scored(self, part: Sequence[TokenBatch]) -> list[TokenBatch]:
-        """The micro-batches of an update with `TokenBatch.teacher_logprobs`; only while `visiting`."""
+        """Return the micro-batches of an update with `TokenBatch.teacher_logprobs`; only while `visiting`."""
         # Experts that the rollout chose are the policy's.
         own = [replace(batch, samples=replace(batch.samples, routing=None)) for batch in part]
         logprobs = self._scorer.logprobs(own)
@@ -44,7 +44,7 @@ class Teacher:
 
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
-        """The weights are on the device inside the ``with`` block."""
+        """Have the weights on the device inside the ``with`` block."""
         try:
             for storage, values in zip(self.storages, self._host, strict=False):
                 take_back(storage, values.nbytes).copy_(values, non_blocking=True)

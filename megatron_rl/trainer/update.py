@@ -57,7 +57,7 @@ def through_schedule(
     read: Callable[[torch.Tensor, TokenBatch], Any],
     forward_only: bool = False,
 ) -> list[Any]:
-    """Forward and backward passes of all ``batches``; collective over the stages of a model copy.
+    """Run forward and backward passes of all ``batches``; collective over the stages of a model copy.
 
     Args:
         chunks: this rank's, in their order: wrapped by DDP where gradients are wanted.
@@ -117,7 +117,7 @@ def update(
 
 
 def reduced(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
-    """``parts`` of all ranks added up, on the host, fp64; collective, one read of the device.
+    """Add up ``parts`` of all ranks, on the host, fp64; collective, one read of the device.
 
     Of a name that ends in ``_max`` the largest. All parts of a rank have the same names and shapes; it may have none.
     """
@@ -141,7 +141,7 @@ def reduced(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.
 
 
 def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
-    """Optimizer metrics of a step's updates: the mean norm, the last learning rate."""
+    """Return optimizer metrics of a step's updates: the mean norm, the last learning rate."""
     metrics = {
         "actor/grad_norm": sum(outcome.grad_norm for outcome in outcomes) / len(outcomes),
         "actor/lr": outcomes[-1].learning_rate,

@@ -54,7 +54,7 @@ class Advantage(Extension):
         return self._estimate(batch, self._lambda(batch)), {}
 
     def returns(self, batch: TokenBatch, advantages: Tensor) -> Tensor:
-        """``V + A``, with A of ``critic_lambda`` where that is given."""
+        """Return ``V + A``, with A of ``critic_lambda`` where that is given."""
         if self.critic_lambda is None:
             return super().returns(batch, advantages)
         return batch.values + self._estimate(batch, self.critic_lambda)
@@ -95,7 +95,7 @@ def next_written(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def reverse_scan(terms: Tensor, factors: Tensor, longest: int) -> Tensor:
-    """``s_t = terms_t + factors_t s_(t+1)``, [T] fp64, in log2(``longest``) steps over all tokens at once.
+    """Return ``s_t = terms_t + factors_t s_(t+1)``, [T] fp64, in log2(``longest``) steps over all tokens at once.
 
     A step doubles how far each token sees: ``(a, f)`` before ``(b, g)`` is ``(a + f b, f g)``. Factors above 0 may be
     at most ``longest`` in a row. Dividing by the products of the factors would need one pass, but after 16,384 tokens

@@ -21,6 +21,6 @@ class Correction(token_tis.Correction):
     LEVEL = "sequence"
 
     def ratio(self, batch: LossInputs) -> Tensor:
-        """One that overflows exp is held at the cap, too."""
+        """Return the ratio of each sequence; one that overflows exp is held at the cap, too."""
         sums = batch.sequence_sums(log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask))
         return sums.exp().float()[batch.sequence_index]

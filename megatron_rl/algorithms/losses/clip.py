@@ -27,7 +27,7 @@ class Loss(Extension):
         return self.clipped_surrogate(ratio, batch)
 
     def clipped_surrogate(self, ratio: Tensor, batch: LossInputs) -> Terms:
-        """``max(-ratio A, -clip(ratio, 1 - eps_lower, 1 + eps_upper) A)``, and its dual clip for ``A < 0``.
+        """Return ``max(-ratio A, -clip(ratio, 1 - eps_lower, 1 + eps_upper) A)``, and its dual clip for ``A < 0``.
 
         PPO, arXiv 1707.06347, eq. 7, with a sign because it is minimised; the two bounds differ as in DAPO, arXiv
         2503.14476; dual clip ``min(., -c A)`` from arXiv 1912.09729: without it a token the new policy likes much

@@ -46,7 +46,7 @@ def load_peft(directory: Path, policy: PolicyModel, lora: Lora, weights: WeightM
 
 
 def adapters_of_checkpoint(path: str | Path, contents: bool = True) -> tuple[Path, RunState, Lora | None]:
-    """The checkpoint that ``path`` means, and its adapters; None of one that has all weights.
+    """Return the checkpoint that ``path`` means, and its adapters; None of one that has all weights.
 
     ``contents`` False compares no checksums.
     """

@@ -122,7 +122,7 @@ _BLOCK_POW2 = TargetFormat("fp8_block", "fp8_block_pow2", "F8_E4M3", "_scale_inv
 
 
 def target_format(name: str, powers_of_two: bool | None = None) -> TargetFormat:
-    """The format of that name; with None its default, powers of two where it has them.
+    """Return the format of that name; with None its default, powers of two where it has them.
 
     Raises:
         ConfigError: there is none, or it has no scales that are powers of two.
@@ -139,12 +139,12 @@ def target_format(name: str, powers_of_two: bool | None = None) -> TargetFormat:
 
 
 def is_converted(name: str, shape: tuple[int, ...]) -> bool:
-    """True for the weight [N, K] of a linear layer of the decoder."""
+    """Return True for the weight [N, K] of a linear layer of the decoder."""
     return len(shape) == 2 and _CONVERTED.fullmatch(name) is not None
 
 
 def modules_left_alone(kept: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:
-    """The modules a loader has to leave in full precision, of the tensors that were kept.
+    """Return the modules a loader has to leave in full precision, of the tensors that were kept.
 
     The output head always; a router and any other tensor of two or more dimensions by its module's name, or a loader
     that looks at layer types would take its weight for codes.

@@ -47,7 +47,7 @@ Produce = Callable[[Parameter], torch.Tensor]
 
 
 def origin_of(path: str | Path, option: str) -> HfModel:
-    """The Hugging Face directory that the weights of a checkpoint came from, by way of other checkpoints or not.
+    """Return the Hugging Face directory that the weights of a checkpoint came from, by way of other checkpoints or not.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -141,7 +141,7 @@ def _originals(origin: HfModel, in_mxfp4: bool) -> contextlib.AbstractContextMan
 
 
 def passed_through(origin: HfModel) -> dict[str, TensorEntry]:
-    """Tensors of the origin that no parameter is made of and an export keeps: see `HfModel.passed_through`."""
+    """Return tensors of the origin that no parameter is made of and an export keeps: see `HfModel.passed_through`."""
     try:
         return {**origin.passed_through()}
     except CheckpointError as error:
@@ -159,7 +159,7 @@ def _copy_tensors(origin: HfModel, writer: TensorWriter) -> None:
 
 
 def tensors_of(entry: Entry, parameter: Parameter, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors that the ``values`` of a whole parameter are; of a stack the part that they are."""
+    """Return the Hugging Face tensors that the ``values`` of a whole parameter are; of a stack their part."""
     start, found = 0, dict[str, torch.Tensor]()
     for piece in entry.pieces(parameter):
         if piece.tensor is not None:
@@ -171,7 +171,7 @@ def tensors_of(entry: Entry, parameter: Parameter, values: torch.Tensor) -> dict
 
 
 def dtype_of(origin: HfModel) -> torch.dtype:
-    """The number format ``config.json`` speaks of; fp32 where it does not."""
+    """Return the number format ``config.json`` speaks of; fp32 where it does not."""
     return _DTYPES.get(origin.config.get("dtype", origin.config.get("torch_dtype")), torch.float32)
 
 

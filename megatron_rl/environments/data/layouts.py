@@ -93,7 +93,7 @@ _ENDINGS = (
 
 
 def bare_problem(text: str) -> str:
-    """The problem in a published prompt; the text as it is when it is written otherwise."""
+    """Return the problem in a published prompt; the text as it is when it is written otherwise."""
     for beginning in _BEGINNINGS:
         text = text.removeprefix(beginning)
     for ending in _ENDINGS:
@@ -102,5 +102,5 @@ def bare_problem(text: str) -> str:
 
 
 def recognised(layouts: Sequence[Layout], columns: Collection[str]) -> Layout | None:
-    """The first of the layouts whose columns are all there."""
+    """Return the first of the layouts whose columns are all there."""
     return next((layout for layout in layouts if set(layout.columns) <= set(columns)), None)

@@ -67,7 +67,7 @@ def too_deep(answer: str) -> bool:
 
 
 def text_of_short_formulas(prose: str, longest: int) -> str:
-    """The prose without its formulas of more than ``longest`` characters."""
+    """Return the prose without its formulas of more than ``longest`` characters."""
     return _FORMULA.sub(lambda formula: formula[0] if len(formula[0]) <= longest else " ", prose)
 
 
@@ -81,7 +81,7 @@ def too_large(expression: Any) -> bool:
 
 
 def bits(expression: Any) -> float:
-    """A bound from above of the binary digits of the numbers in it, where a symbol counts as 2.
+    """Return a bound from above of the binary digits of the numbers in it, where a symbol counts as 2.
 
     Raises:
         TooLarge: there may be more than ``MAX_BITS``.

@@ -19,7 +19,7 @@ REWARDS = (0.0, 1.0)
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion; ``ValueError`` when ``gold`` is not the JSON text described above."""
+    """Return the verdict on a completion; ``ValueError`` when ``gold`` is not the JSON text described above."""
     numbers, target = _puzzle(gold)
     written = _expression(final_part(completion))
     if not written:

@@ -55,7 +55,7 @@ def judge(completion: str, gold: str) -> Grade:
 
 
 def normalised(answer: str) -> str:
-    """The answer as it is compared: what follows the last ``=`` without units, dollars and TeX short forms."""
+    """Return the answer as it is compared: what follows the last ``=`` without units, dollars and TeX forms."""
     answer = answer.split("=")[-1]
     for before, after in _REPLACED:
         answer = answer.replace(before, after)

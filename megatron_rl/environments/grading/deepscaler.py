@@ -15,7 +15,7 @@ FORM = END_OF_THOUGHT + "\\boxed{%s}"
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion; ``gold`` as the ``math`` grader wants it."""
+    """Return the verdict on a completion; ``gold`` as the ``math`` grader wants it."""
     _, thought, answer = completion.rpartition(END_OF_THOUGHT)
     if not thought or not last_boxes(answer[-TAIL:]):
         return Grade(REWARDS[0], status="no_answer")

@@ -27,7 +27,7 @@ _FRACTION = re.compile(r"\\[dt]?frac\s?\{(\d{1,100})\}\s?\{(\d{1,100})\}")
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion; ``ValueError`` for a gold answer without a number."""
+    """Return the verdict on a completion; ``ValueError`` for a gold answer without a number."""
     gold = plain_signs(gold)
     wanted = _distinct(_marked(gold) or gold)
     if len(wanted) != 1:

@@ -27,7 +27,7 @@ class MalformedExpression(ValueError):
 
 
 def arithmetic_value(text: str) -> Fraction:
-    """The exact value of an expression, whichever way its signs are written.
+    """Return the exact value of an expression, whichever way its signs are written.
 
     Raises:
         MalformedExpression: it is no arithmetic, or too long.
@@ -40,7 +40,7 @@ def arithmetic_value(text: str) -> Fraction:
 
 
 def equation_sides(text: str) -> list[tuple[Fraction, list[int]]]:
-    """The exact value of each side of ``12 / 3 = 4``, or of an expression alone, and the numbers that stand in it.
+    """Return the exact value of each side of ``12 / 3 = 4``, or of an expression alone, and the numbers in it.
 
     Raises:
         MalformedExpression: a side is no arithmetic, or the text too long.

@@ -67,7 +67,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion; ``gold`` is an answer, bare or in TeX, or a solution that ends in one."""
+    """Return the verdict on a completion; ``gold`` is an answer, bare or in TeX, or a solution that ends in one."""
     from math_verify import parse  # noqa: F401 - its import takes a second, which is no part of the grade's
 
     answer, boxed = _answer(final_part(completion))
@@ -118,7 +118,7 @@ def _answer(text: str) -> tuple[str, bool]:
 
 
 def read_gold(gold: str) -> list[Any]:
-    """The gold answer, parsed; its text when that is all it is."""
+    """Return the gold answer, parsed; its text when that is all it is."""
     gold = plain_signs(gold).strip()
     boxes = last_boxes(gold)
     parsed = read_answer(", ".join(boxes), True) if boxes else read_answer(gold, False)
@@ -128,7 +128,7 @@ def read_gold(gold: str) -> list[Any]:
 
 
 def read_answer(answer: str, boxed: bool) -> list[Any]:
-    """math-verify's readings of an answer: expressions and their text, only the text, or nothing."""
+    """Return math-verify's readings of an answer: expressions and their text, only the text, or nothing."""
     from math_verify import ExprExtractionConfig, parse
 
     if _too_large(answer):

@@ -99,7 +99,7 @@ class Tests:
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion: right where its code passes all tests of ``gold``; ``tests_passed`` is the share.
+    """Return the verdict: right where the code passes all tests of ``gold``; ``tests_passed`` is the share.
 
     Raises:
         ValueError: ``gold`` is of no form above.
@@ -115,7 +115,7 @@ def judge(completion: str, gold: str) -> Grade:
 
 
 def code_of(completion: str) -> str | None:
-    """The last block of Python that a completion closes, after what it thought; None without one."""
+    """Return the last block of Python that a completion closes, after what it thought; None without one."""
     _, thought, answer = completion.rpartition(END_OF_THOUGHT)
     if not thought and "<think>" in completion:
         return None
@@ -160,7 +160,7 @@ def _as_text(value: Any) -> str:
 
 
 def check_tests(gold: str) -> None:
-    """``ValueError`` says why no answer, or every answer, would pass the tests in a text."""
+    """Raise ``ValueError`` if no answer, or every answer, would pass the tests in a text."""
     tests = read_tests(gold)
     for text in () if tests.expected else tests.inputs:
         tree = _parsed(text)
@@ -273,7 +273,7 @@ def _same_value(ours: Any, theirs: Any) -> bool:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Line by line, spaces around lines and empty ends aside; words that are numbers by value."""
+    """Compare line by line, spaces around lines and empty ends aside; words that are numbers by value."""
     ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
     if list(map(len, ours)) != list(map(len, theirs)):
         return False

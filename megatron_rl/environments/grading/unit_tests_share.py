@@ -12,7 +12,7 @@ __all__ = ["DEADLINE", "NEEDS_SANDBOX", "REWARDS", "judge"]
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion; ``partial`` where it passes some tests."""
+    """Return the verdict on a completion; ``partial`` where it passes some tests."""
     verdict = judge_all(completion, gold)
     share = verdict.metrics["tests_passed"]
     return replace(verdict, reward=share, status="partial" if 0 < share < 1 else verdict.status)

@@ -54,7 +54,7 @@ class Parser(ABC):
 
     @abstractmethod
     def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
-        """The pieces of an answer in order. Raises nothing, in time linear in the text, whatever the text."""
+        """Yield the pieces of an answer in order. Raises nothing, in time linear in the text, whatever the text."""
 
     @abstractmethod
     def write(self, calls: Sequence[Written]) -> str:
@@ -128,7 +128,7 @@ class TaggedParser(SearchingParser):
         return "\n".join(lines)
 
     def grammar(self, schemas: Schemas, literal: Literal) -> str:
-        """A value of text type is any text that does not end it; those that are required come in their order."""
+        """Return the grammar of calls: a value of text type is any text that does not end it."""
         begin, argument, end = self.written
         before, between, after = argument.split("{}")
         rules = [f"call: {' | '.join(f'f{n}' for n in range(len(schemas)))}"]

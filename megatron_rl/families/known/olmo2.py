@@ -16,7 +16,7 @@ _NAMES = {
 
 
 def read_olmo(config: HfConfig, **settings: Any) -> Architecture:
-    """`read_decoder` with what OLMo 2 and 3 have in common."""
+    """Return `read_decoder` with what OLMo 2 and 3 have in common."""
     epsilon = config.number("rms_norm_eps", 1e-5)
     return read_decoder(
         config, norm_epsilon=epsilon, qk_layernorm=True, qk_layernorm_across_heads=True, post_norm=True, **settings
@@ -24,7 +24,7 @@ def read_olmo(config: HfConfig, **settings: Any) -> Architecture:
 
 
 def olmo_weights(model: Architecture) -> WeightMap:
-    """OLMo's names."""
+    """Return OLMo's names."""
     return decoder_weights(model, _NAMES)
 
 

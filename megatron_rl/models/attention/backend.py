@@ -88,7 +88,7 @@ class NewTokens:
 
 
 def anywhere(device: DeviceFacts, requirements: Requirements | None = None) -> None:
-    """No problem: for what runs on every device, whatever is asked of it."""
+    """Report no problem: for what runs on every device, whatever is asked of it."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class SharePlan(PackedPlan):
         context_group: dist.ProcessGroup,
         windows: Iterable[int | None] = (None,),
     ) -> SharePlan:
-        """``packing`` has a share; tensors of the model are [W, 1, ...]."""
+        """Make the plan of ``packing``, which has a share; tensors of the model are [W, 1, ...]."""
         share = packing.share
         prepared = {window: prepared_for(window, kernel.spans.prepare, share) for window in windows}
         return cls.build(

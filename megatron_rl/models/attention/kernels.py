@@ -70,7 +70,7 @@ class Splits:
 
 
 def find_splits(positions: torch.Tensor, longest: int, window: int | None = None) -> Splits:
-    """For rows at ``positions`` [N] int64 in a cache of sequences of up to ``longest`` tokens; one kernel."""
+    """Find the splits of rows at ``positions`` [N] int64 in a cache of up to ``longest`` tokens; one kernel."""
     rows = positions.shape[0]
     length = max(SHORTEST_SPLIT, -(-longest // (MOST_SPLITS * _BLOCK)) * _BLOCK)  # a multiple of every block
     most = -(-longest // length)
@@ -89,7 +89,7 @@ def decode(
     scales: Sequence[torch.Tensor] = (),
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``query`` [N, 1, heads, D] -> [N, 1, heads * D].
+    """Map ``query`` [N, 1, heads, D] to [N, 1, heads * D].
 
     ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or with fp32 ``scales`` [groups] of
     each E4M3 codes as uint8. ``table`` [at least N, pages of the longest sequence] int32; ``sinks`` [heads]. The host
@@ -232,7 +232,7 @@ def sum_kernel(
 
 
 def warps_for(block_d: int) -> int:
-    """Of a program; heads wider than 128 would spill with four."""
+    """Return the warps of a program; heads wider than 128 would spill with four."""
     return 8 if block_d > 128 else 4
 
 
@@ -248,7 +248,7 @@ def extend(
     sinks: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """``query`` [T, 1, heads, D] of S sequences laid end to end -> [T, 1, heads * D].
+    """Attend with ``query`` [T, 1, heads, D] of S sequences laid end to end -> [T, 1, heads * D].
 
     ``cu_seqlens`` [S + 1] int32 and ``first_positions`` [S] int64 of the new tokens, at most ``longest`` each;
     ``table`` [S, pages] int32; the rest as in `decode`.

@@ -42,11 +42,11 @@ class KVFormat:
         self._due = [True] * layers
 
     def scales(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """[groups] fp32 of keys and of values; empty unless codes are stored."""
+        """Return [groups] fp32 of keys and of values; empty unless codes are stored."""
         return () if self.key_scales is None else (self.key_scales[layer], self.value_scales[layer])
 
     def begin(self) -> None:
-        """A rollout begins: the next prompts set the scales."""
+        """Begin a rollout: the next prompts set the scales."""
         self._due = [True] * len(self._due)
 
     def calibrate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -58,21 +58,21 @@ class KVFormat:
             scales.copy_(_scales_of(numbers))
 
     def pack(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, 1, groups, D]`` as the cache stores them."""
+        """Return ``[T, 1, groups, D]`` as the cache stores them."""
         if self.key_scales is None:
             return key.to(self.stored), value.to(self.stored)
         key_scales, value_scales = (scales[:, None] for scales in self.scales(layer))
         return fp8_codes(key, key_scales).view(torch.uint8), fp8_codes(value, value_scales).view(torch.uint8)
 
     def unpack(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was stored, ``[N, groups, K, D]``, as numbers of the model's dtype."""
+        """Return what was stored, ``[N, groups, K, D]``, as numbers of the model's dtype."""
         if self.key_scales is None:
             return keys.to(self.dtype), values.to(self.dtype)
         key_scales, value_scales = self.scales(layer)
         return _decoded(keys, key_scales, self.dtype), _decoded(values, value_scales, self.dtype)
 
     def round_trip(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, 1, groups, D]`` written and read again."""
+        """Return ``[T, 1, groups, D]`` written and read again."""
         if self.stored == self.dtype:
             return key, value
         rows = self.pack(layer, key, value)
@@ -82,7 +82,7 @@ class KVFormat:
 
 @contextlib.contextmanager
 def rounded_attention(layers: Sequence[torch.nn.Module], kv_format: KVFormat) -> Iterator[None]:
-    """Inside, the attention of a model's ``layers`` rounds keys and values in packed batches as a rollout does."""
+    """Enter a block in which ``layers`` round keys and values in packed batches as a rollout does."""
     attentions = [layer.self_attention for layer in layers]
     try:
         for index, attention in enumerate(attentions):

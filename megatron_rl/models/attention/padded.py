@@ -44,7 +44,7 @@ class PaddedRows:
 
     @classmethod
     def build(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor) -> PaddedRows:
-        """Built on the device of ``cu_seqlens`` [B + 1]; reads nothing back to the host."""
+        """Build the rows on the device of ``cu_seqlens`` [B + 1]; nothing is read back to the host."""
         count, longest, tokens, device = len(lengths), max(*lengths, FEWEST_KEYS), sum(lengths), cu_seqlens.device
         starts, sizes = cu_seqlens[:-1].long(), cu_seqlens.diff()
         columns = torch.arange(longest, device=device)
@@ -56,12 +56,12 @@ class PaddedRows:
         return cls(count, longest, gather, torch.arange(tokens, device=device) + shifts, is_full)
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """``[T, 1, H, D]`` -> ``[B, H, longest, D]``."""
+        """Map ``[T, 1, H, D]`` to ``[B, H, longest, D]``."""
         cells = packed if self.is_full else packed[:, 0].index_select(0, self.gather)
         return cells.view(self.count, self.longest, *packed.shape[2:]).transpose(1, 2)
 
     def unpad(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[B, H, longest, D]`` -> ``[T, 1, H * D]``."""
+        """Map ``[B, H, longest, D]`` to ``[T, 1, H * D]``."""
         cells = rows.transpose(1, 2).reshape(self.count * self.longest, -1)
         return (cells if self.is_full else cells.index_select(0, self.scatter))[:, None]
 
@@ -98,7 +98,7 @@ class Buckets:
 
 
 def cheapest_borders(lengths: Sequence[int], bucket_cells: int) -> list[int]:
-    """Where to cut ``lengths``: ``[0, .., len(lengths)]`` with the least padded work.
+    """Return where to cut ``lengths``: ``[0, .., len(lengths)]`` with the least padded work.
 
     Sequences stay in their order, so it pays where similar lengths are neighbours. A bucket costs
     ``rows x longest^2 + bucket_cells``; the best cuts among up to `MAX_BORDERS` places where the length changes.

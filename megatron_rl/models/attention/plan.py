@@ -22,19 +22,19 @@ Turns = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def prepared_for(window: int | None, prepare: Callable[..., Any], *batch: Any) -> Any:
-    """What a kernel computes once for all layers of one window; None for those without, of which it is not told."""
+    """Return what a kernel computes once for all layers of one window; None for those without one."""
     return prepare(*batch) if window is None else prepare(*batch, window)
 
 
 def given(sinks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """The last argument of what attends, [heads], in layers that have attention sinks; others have none."""
+    """Return the last argument of what attends, [heads], in layers that have attention sinks; others have none."""
     return () if sinks is None else (sinks,)
 
 
 def prepared_steps(
     kernel: CacheKernel, window: int | None, cache: KVCache, positions: torch.Tensor, key_length: int
 ) -> Iterator[Any]:
-    """What ``decode`` is given in each of k steps at ``positions`` [k, N]; the first are below ``key_length``."""
+    """Yield what ``decode`` is given in each of k steps at ``positions`` [k, N]; the first are below ``key_length``."""
     if kernel.prepare_steps is not None and window is None:
         yield from kernel.prepare_steps(cache, positions, key_length)
         return
@@ -61,7 +61,7 @@ class RopeTable:
         self.sin[:, : self.sin.shape[-1] // 2] *= -1
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for ``positions`` [N] int64, each [N, 1, 1, R] in ``dtype``."""
+        """Return cos and sin for ``positions`` [N] int64, each [N, 1, 1, R] in ``dtype``."""
         cos = self.cos.index_select(0, positions)[:, None, None].to(dtype)
         sin = self.sin.index_select(0, positions)[:, None, None].to(dtype)
         return cos, sin
@@ -72,7 +72,7 @@ Ropes = Mapping[str, RopeTable]
 
 
 def turns_at(ropes: Ropes, positions: torch.Tensor, dtype: torch.dtype) -> Turns:
-    """Of every rotation, for ``positions`` [N] int64."""
+    """Compute the turns of every rotation, for ``positions`` [N] int64."""
     return {name: rope.at(positions, dtype) for name, rope in ropes.items()}
 
 
@@ -97,7 +97,7 @@ class AttentionPlan(Protocol):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention within each sequence -> ``[T, 1, query_heads * D]``.
+        """Attend causally within each sequence -> ``[T, 1, query_heads * D]``.
 
         ``layer`` is megatron's 1-based global layer number; ``sinks`` [query heads] of a kind that has them.
         """
@@ -132,7 +132,7 @@ class PackedPlan(PackedSeqParams):
         windows: Iterable[int | None] = (None,),
         **further: Any,
     ) -> PackedPlan:
-        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device; ``further`` fields.
+        """Build the plan; ``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device.
 
         ``windows`` are those of the layers, None for those without.
         """

@@ -12,7 +12,7 @@ from megatron_rl.models.attention.plan import Ropes, RopeTable
 
 
 def rope_tables(model: Architecture, reach: int, on_cpu: bool) -> Ropes:
-    """The table of each rotation for ``reach`` positions."""
+    """Return the table of each rotation for ``reach`` positions."""
     ropes = {}
     for name, arguments in model.rotations.items():
         scaling, amplitude = arguments.pop("yarn", None), 1.0
@@ -39,7 +39,7 @@ def yarn_rotation(
     correction_range_round_to_int: bool,
     device: torch.device,
 ) -> tuple[torch.Tensor, float]:
-    """Angles a position, fp32 [width / 2], of ``width`` rotated numbers of a head, and the factor of cos and sin.
+    """Return angles a position, fp32 [width / 2], of ``width`` rotated numbers of a head, and cos and sin's factor.
 
     YaRN (arXiv:2309.00071, sections 3.2 to 3.4): frequencies that turn often within the original context stay, those
     that hardly turn are divided by the factor, in between the two are mixed linearly; the factor of cos and sin makes

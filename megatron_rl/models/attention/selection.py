@@ -46,7 +46,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
-    """What backends ask about a device."""
+    """Return what backends ask about a device."""
     is_cuda = device.type == "cuda"
     return DeviceFacts(device.type, torch.cuda.get_device_capability(device) if is_cuda else None)
 
@@ -63,7 +63,7 @@ class Attention:
     """One line for the log: what was chosen and why not something else."""
 
     def block_problems(self, block_size: int | None, overcommit: float) -> list[Problem]:
-        """What the KV cache does not take: pages of that many tokens, or promising them more than once."""
+        """Report what the KV cache does not take: pages of that many tokens, or promising them more than once."""
         multiple = self.cache.block_multiple
         if self.cache.layout == "rows":
             text = (
@@ -82,7 +82,7 @@ class Attention:
 
 
 def requirements_of(config: RLConfig) -> Requirements:
-    """bf16 with `--bf16`, otherwise fp32; in the cache `--rl-kv-cache-dtype`, of which ``auto`` is the model's."""
+    """Return bf16 with `--bf16`, otherwise fp32; for the cache `--rl-kv-cache-dtype`, of which ``auto`` is the same."""
     shape = config.architecture()
     cache = cache_of(shape.kinds[0], shape, config.parallel.tensor_model_parallel_size)
     return Requirements(
@@ -97,12 +97,12 @@ def requirements_of(config: RLConfig) -> Requirements:
 
 
 def attention_of(config: RLConfig, platform: Platform, faults: Mapping[str, str] = MappingProxyType({})) -> Attention:
-    """`choose`, for this model on this device."""
+    """Return `choose`, for this model on this device."""
     return choose(config.kernels.attention_backend, facts_of(platform.device), requirements_of(config), faults)
 
 
 def checked_attention(config: RLConfig, platform: Platform, layout: ModelLayout) -> Attention:
-    """`attention_of`, tried out in the shapes of ``layout``; what fails on one rank is used on none. Collective.
+    """Return `attention_of`, tried in the shapes of ``layout``; what fails on one rank is used on none. Collective.
 
     Nothing is tried, or exchanged, for torch's own.
 
@@ -133,7 +133,7 @@ def choose(
     needed: Requirements | None = None,
     faults: Mapping[str, str] = MappingProxyType({}),
 ) -> Attention:
-    """``asked`` is `--attention-backend`. What a backend does not compute itself is chosen automatically.
+    """Choose the backends; ``asked`` is `--attention-backend`. What it does not compute is chosen automatically.
 
     ``flash`` is Megatron's name of the kernel that torch has as ``varlen``.
 
@@ -192,7 +192,7 @@ def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requir
 def fault_of_packed(
     kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
 ) -> str | None:
-    """What is wrong with a kernel for packed batches, in words that follow its name; None if nothing is."""
+    """Return what is wrong with a kernel for packed batches, in words that follow its name; None if nothing is."""
     lengths = (1, 37, 64, 5)
     borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -235,7 +235,7 @@ def _fault_of_spans(
 def fault_of_cache(
     kernel: CacheKernel, needed: Requirements, heads: int, groups: int, device: torch.device
 ) -> str | None:
-    """The same for a kernel over pages: one new token a row, and several."""
+    """Return the same for a kernel over pages: one new token a row, and several."""
     page = kernel.block_size
     lengths = (1, page + 3, 3 * page, 2 * page - 1)
     cache = _filled(lengths, page, needed, groups, device)

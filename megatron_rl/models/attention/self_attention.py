@@ -35,7 +35,7 @@ class PlannedSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **stock: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
+        """Attend; ``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
         plan = inference_context if inference_context is not None else packed_seq_params
         if not hasattr(plan, "attend"):
             return super().forward(
@@ -61,7 +61,7 @@ class PlannedSelfAttention(SelfAttention):
         return self.core_attention.softmax_offset if self.kind.sinks else None
 
     def scaled(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries such that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
+        """Scale the queries so that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
         scale = self.kind.scale
         return query if scale is None else query * (scale * math.sqrt(query.shape[-1]))
 
@@ -79,7 +79,7 @@ class PlannedSelfAttention(SelfAttention):
         is_decode_only: bool,
         softmax_offset: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The kernel of megatron's own dynamic engine, in plain torch: an oracle, not a fast path.
+        """Run the kernel of megatron's own dynamic engine in plain torch: an oracle, not a fast path.
 
         Caches are paged, ``[pages, page_length, groups, D]``. Reads lengths on the host.
         """

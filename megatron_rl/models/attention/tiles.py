@@ -12,7 +12,7 @@ _LARGEST_BLOCK = 64
 
 
 def block_of(page_length: int) -> int:
-    """Keys a block: the largest power of two that divides a page, at most 64. ValueError below 16."""
+    """Return keys a block: the largest power of two that divides a page, at most 64. ValueError below 16."""
     block = min(page_length & -page_length, _LARGEST_BLOCK)
     if block < SMALLEST_TILE:
         raise ValueError(f"pages of {page_length} tokens are not a multiple of {SMALLEST_TILE}")
@@ -20,12 +20,12 @@ def block_of(page_length: int) -> int:
 
 
 def padded_width(width: int) -> int:
-    """A head's width as a power of two."""
+    """Return a head's width as a power of two."""
     return max(SMALLEST_TILE, triton.next_power_of_2(width))
 
 
 def as_floats(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Codes lie in uint8 tensors; with scales they are E4M3."""
+    """Return codes as floats: they lie in uint8 tensors; with scales they are E4M3."""
     return codes if scales is None else codes.view(torch.float8_e4m3fn)
 
 

@@ -35,7 +35,7 @@ class Block:
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
-        """Arguments of megatron's own specification of a layer that has this block."""
+        """Return the arguments of megatron's own specification of a layer that has this block."""
         del config
         return {}
 
@@ -47,12 +47,12 @@ class Block:
         """Take the place of megatron's module, which has been built, in a layer of that kind."""
 
     def forward(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """megatron's, and the norm of its output: as a hook it would keep decode steps out of CUDA graphs."""
+        """Run megatron's, and the norm of its output: as a hook it would keep decode steps out of CUDA graphs."""
         output, bias = super().forward(*given, **named)
         return (output, bias) if self.post_layernorm is None else (self.post_layernorm(output), None)
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
-        """``[T, hidden]`` -> ``[T, hidden]``, and a bias that is left to the caller; without gradients."""
+        """Map ``[T, hidden]`` to ``[T, hidden]``, and a bias that is left to the caller; without gradients."""
         raise NotImplementedError
 
     def join(self, token: torch.Tensor, plan: RolloutPlan) -> None:
@@ -62,7 +62,7 @@ class Block:
         """
 
     def told(self, plan: Any) -> contextlib.AbstractContextManager[None]:
-        """Of an MLP: inside, its forward passes are of the ``plan`` of a batch, or of None."""
+        """Enter a block in which forward passes of an MLP are of the ``plan`` of a batch, or of None."""
         del plan
         return contextlib.nullcontext()
 

@@ -51,7 +51,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(inner: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``inner`` [.., 2 F], gates first -> [.., F]; a backward pass keeps 2 F numbers a token."""
+    """Compute ``silu(gate) * up`` of ``inner`` [.., 2 F], gates first -> [.., F]; backward keeps 2 F a token."""
     return _SwiGLU.apply(inner)
 
 
@@ -64,7 +64,7 @@ class GatedMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T, B, hidden]`` -> the same, and a bias that is left to the caller."""
+        """Map ``[T, B, hidden]`` to the same, and a bias that is left to the caller."""
         # SiLU once more in the backward pass took a sixth of the gate's time there; in fp32 fewer copies pay for it.
         is_slow = hidden_states.device.type == "cpu" and hidden_states.dtype == torch.bfloat16
         if is_slow or per_token_scale is not None or not has_plain_swiglu(self.config):

@@ -68,12 +68,12 @@ class ExpertLayer(Block, MoELayer):
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def replay_routing(self) -> None:
-        """From now on rollouts record the experts they choose, and training uses those that its plan has."""
+        """Let rollouts record the experts they choose from now on, and training use those that its plan has."""
         self.routing = self.router.router_replay = Routing()
 
     @contextlib.contextmanager
     def told(self, plan: Any) -> Iterator[None]:
-        """A `PackedPlan` tells the router of experts and of losses of its own."""
+        """Tell the router of the experts and of the losses of a `PackedPlan`, inside the block."""
         given = getattr(plan, "routing", None)
         with contextlib.ExitStack() as told:
             told.enter_context(self.router.told(getattr(plan, "balance", None)))
@@ -138,14 +138,14 @@ class SharedExperts(SharedExpertMLP, GatedMLP):
     """An MLP beside the routed experts that every token goes through."""
 
     def decode(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
-        """`forward` of a rollout's tokens, [T, hidden]."""
+        """Run `forward` on a rollout's tokens, [T, hidden]."""
         inner, _ = call_linear(self.linear_fc1, tokens)
         output, _ = call_linear(self.linear_fc2, plan.ops.activate(inner, self.config, self.linear_fc2))
         return output * functional.linear(tokens, self.gate_weight).sigmoid() if self.use_shared_expert_gate else output
 
 
 def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """[T, width] of each rank, filled up with zeros to ``rows`` -> [ranks x rows, width]."""
+    """Gather [T, width] of each rank, filled up with zeros to ``rows`` -> [ranks x rows, width]."""
     padded = functional.pad(values, (0, 0, 0, rows - values.shape[0]))
     gathered = values.new_empty(group.size() * rows, values.shape[1])
     dist.all_gather_into_tensor(gathered, padded, group=group)
@@ -190,13 +190,13 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """``tokens`` [N, hidden] sorted by expert -> [N, hidden], each times its fp32 probability."""
+        """Map ``tokens`` [N, hidden] sorted by expert to [N, hidden], each times its fp32 probability."""
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
         inner = activated(self._read(tokens, ends), probabilities, self.config)
         return self._written(inner, probabilities, ends), None
 
     def decode(self, given: Dispatched, ops: ExpertOps) -> torch.Tensor:
-        """`forward` of a rollout's tokens: [N, hidden]."""
+        """Run `forward` on a rollout's tokens: [N, hidden]."""
         inner = self._read(given.rows, given.ends)
         opened = ops.activate(inner, given.shares, self.config, self.linear_fc2)
         return self._written(opened, given.shares, given.ends)
@@ -215,7 +215,7 @@ class GroupedExperts(MegatronModule):
         return (product + self.linear_fc2.biases_of(len(product), ends) * shares[:, None]).to(product.dtype)
 
     def parts(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Views of the single experts, under the names that `SequentialMLP` gives them; adapters have their own."""
+        """Yield views of the single experts, under the names of `SequentialMLP`; adapters have their own."""
         own = [(name, stack) for name, stack in self.named_parameters() if ".adapter." not in name]
         for expert in range(self._count):
             for name, stack in own:
@@ -228,7 +228,7 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For ``dist_checkpointing``: the files are those of `SequentialMLP`."""
+        """Describe the tensors for ``dist_checkpointing``: the files are those of `SequentialMLP`."""
         first, whole = self.expert_group.rank() * self._count, self.expert_group.size() * self._count
         rank, ranks = self.tensor_group.rank(), self.tensor_group.size()
         axis = len(sharded_offsets)  # of experts; rows and columns come after it

@@ -42,7 +42,7 @@ class Sinks(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For ``dist_checkpointing``: tensor-parallel ranks have a share of the heads each."""
+        """Describe the tensors for ``dist_checkpointing``: tensor-parallel ranks have a share of the heads each."""
         own = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 

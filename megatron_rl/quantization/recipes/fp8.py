@@ -15,7 +15,7 @@ class Fp8(RowRecipe):
     code_type = formats.FP8
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
-        """FP8 tensor cores came with compute capability 8.9; rowwise scales are for Hopper and later."""
+        """Return why the device has no FP8 tensor cores (8.9 and later) or rowwise scales (Hopper and later)."""
         if capability is None or capability >= (9, 0):
             return None
         own = "{}.{}".format(*capability)

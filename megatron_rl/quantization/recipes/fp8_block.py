@@ -25,7 +25,7 @@ class Fp8Block(Recipe):
     powers_of_two: ClassVar[bool] = False
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
-        """Blockwise products exist for Hopper."""
+        """Return why the device has no blockwise products, which exist for Hopper."""
         if capability is None or capability[0] == 9:
             return None
         own = "{}.{}".format(*capability)
@@ -81,7 +81,7 @@ class Fp8Block(Recipe):
         return fp8_product(x.codes, x.scales, q, x.dtype)
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        """On the tiles of ``q`` turned round: 1 x 128 segments of a token's gradient against 128 x 128 tiles."""
+        """Multiply on the tiles of ``q`` turned round: 1 x 128 segments of a gradient against 128 x 128 tiles."""
         if not gradient.is_cuda:
             return torch.mm(self.round_trip_of(gradient.float()), q.operand).to(gradient.dtype)
         turned = self.allocate((q.columns, q.rows), gradient.device)
@@ -90,7 +90,7 @@ class Fp8Block(Recipe):
         return self.matmul(gradient, turned)
 
     def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Both in segments of 128 tokens of a channel, as activations are: the sum is over tokens."""
+        """Multiply in segments of 128 tokens of a channel, as activations are: the sum is over tokens."""
         if not gradient.is_cuda:
             dy, seen = (self.round_trip_of(each.t().float()) for each in (gradient, x))
             return torch.mm(dy, seen.t()).to(gradient.dtype)
@@ -98,7 +98,7 @@ class Fp8Block(Recipe):
         return segments_product(*packed, gradient.dtype)[: gradient.shape[1], : x.shape[1]]
 
     def activation_codes(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes of ``tokens`` [T, K] as fp32 numbers [T, S, 128], and their scales [T, S, 1]; eager."""
+        """Return the codes of ``tokens`` [T, K] as fp32 numbers [T, S, 128], and their scales [T, S, 1]; eager."""
         cut = formats.segments(tokens.float())
         scale = self._scale(formats.row_amax(cut))
         return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
@@ -107,13 +107,13 @@ class Fp8Block(Recipe):
         return self.round_trip_of(x.reshape(-1, q.columns)).view(x.shape)
 
     def round_trip_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``tokens`` [T, K] quantised in segments of 128 columns, and back."""
+        """Return ``tokens`` [T, K] quantised in segments of 128 columns, and back."""
         codes, scale = self.activation_codes(tokens)
         return (codes * scale).flatten(1)[:, : tokens.shape[1]].to(tokens.dtype)
 
 
 def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """CUDA, sm_90: 1 x 128 segments of activations against 128 x 128 tiles of the weight.
+    """Multiply on CUDA, sm_90: 1 x 128 segments of activations against 128 x 128 tiles of the weight.
 
     cuBLAS wants the activations' scales column by column, with a multiple of four tokens a column, for which torch
     offers no padding of the scales alone; and the tiles' in columns padded to a multiple of four, which is how
@@ -132,7 +132,7 @@ def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, d
 
 
 def pack_segments(values: torch.Tensor, power_of_two: bool) -> PackedActivations:
-    """CUDA: ``values`` [R, T] in 1 x 128 segments; rows up to a multiple of 16, as cuBLAS wants of both factors.
+    """Pack ``values`` [R, T] on CUDA in 1 x 128 segments; rows up to a multiple of 16, as cuBLAS wants of both factors.
 
     The rows that fill up have codes of 0 and undefined scales.
     """
@@ -146,7 +146,7 @@ def pack_segments(values: torch.Tensor, power_of_two: bool) -> PackedActivations
 
 
 def segments_product(a: PackedActivations, b: PackedActivations, dtype: torch.dtype) -> torch.Tensor:
-    """CUDA, sm_90: ``a b^T``, both in 1 x 128 segments; their scales lie column by column."""
+    """Compute ``a b^T`` on CUDA, sm_90, both in 1 x 128 segments; their scales lie column by column."""
     kind = functional.ScalingType.BlockWise1x128
     product = functional.scaled_mm(a.codes, b.codes.t(), a.scales, kind, b.scales, kind, output_dtype=torch.bfloat16)
     return product.to(dtype)

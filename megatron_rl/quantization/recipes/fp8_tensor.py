@@ -22,7 +22,7 @@ class Fp8Tensor(Fp8):
     one_pass = False
 
     def amax(self, weight: torch.Tensor) -> torch.Tensor:
-        """fp32 [N, 1], all equal."""
+        """Return fp32 [N, 1], all equal."""
         return formats.row_amax(weight.reshape(1, -1)).expand(weight.shape[0], 1).contiguous()
 
 

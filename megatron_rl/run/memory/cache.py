@@ -30,7 +30,7 @@ def plan_cache(
     in_training: int,
     share: float | None = None,
 ) -> tuple[int, bool]:
-    """The bytes a KV cache may take: what the largest batch needs, at most ``asked``, at most what fits; in the log.
+    """Plan the bytes of a KV cache: what the largest batch needs, at most ``asked``, at most what fits; in the log.
 
     Args:
         sequence: bytes of one sequence of full length.

@@ -92,7 +92,7 @@ class Estimate:
         return sum(use.rollout for use in uses) if self.sizes.cache_slots else 0
 
     def device_for(self, kv_cache: int, share: float) -> int:
-        """A device on which ``share`` of what is free beside the rest of a rollout holds ``kv_cache`` bytes."""
+        """Return a device on which ``share`` of what is free beside the rest of a rollout holds ``kv_cache`` bytes."""
         return self.rollout - self.kv_cache.rollout + math.ceil(kv_cache / share)
 
     @property
@@ -119,7 +119,7 @@ class Estimate:
 
 
 def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | None = None) -> Estimate:
-    """Arithmetic on a resolved configuration without problems; ``vocab_size`` is the tokenizer's.
+    """Estimate from a resolved configuration without problems; ``vocab_size`` is the tokenizer's.
 
     Of a rank of pipeline stage ``stage``; None: of the one that takes the most.
     """
@@ -188,7 +188,7 @@ def _teacher(config: RLConfig, world_size: int, vocab_size: int, stage: int, num
 
 
 def slot_bytes(config: RLConfig, layout: ModelLayout | None = None) -> int:
-    """The KV cache of one sequence of full length: see `RLConfig.kv_cache_bytes`."""
+    """Return the KV cache of one sequence of full length: see `RLConfig.kv_cache_bytes`."""
     return config.kv_cache_bytes(max(config.rollout.inference_max_seq_length, FEWEST_KEYS), layout)
 
 
@@ -232,7 +232,7 @@ def size_problems(config: RLConfig, world_size: int) -> list[Problem]:
 
 
 def report_text(config: RLConfig, result: Estimate) -> str:
-    """A table of bytes by use and phase, and the sums."""
+    """Return a table of bytes by use and phase, and the sums."""
     sizes = result.sizes
     rows = [
         (name, *(in_words(size) if size else "-" for size in (held, update, most * sizes.world_size)), what)
@@ -332,6 +332,6 @@ def _recomputation(config: RLConfig) -> str:
 
 
 def in_words(size: int) -> str:
-    """Bytes for people."""
+    """Write bytes for people."""
     size = max(size, 0)
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"

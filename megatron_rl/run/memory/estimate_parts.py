@@ -88,7 +88,7 @@ def _moment_bytes(dtype: str, sizes: Sequence[int], updated: int) -> int:
 
 
 def trained_parameters(layout: ModelLayout, lora: Lora | None) -> list[Parameter]:
-    """All of a rank, or adapters and a critic's head."""
+    """Return all of a rank, or adapters and a critic's head."""
     if lora is None:
         return list(layout.parameters)
     heads = (parameter for parameter in layout.after if parameter.is_value_head)
@@ -131,7 +131,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -> int:
-    """Numbers alive at the start of the backward pass, logits not among them; of the parameters' type. Approximate.
+    """Count the numbers alive at the start of the backward pass, without logits; of the parameters' type. Approximate.
 
     Numbers kept a layer, with C context-parallel ranks, T = tokens of the bin / C, S = T / tensor-parallel size under
     `--sequence-parallel` (else T), hidden h, and q, k, v, f the widths of queries, keys, values and the MLP on one
@@ -194,13 +194,13 @@ def _inner_elements(layer: Layer, config: RLConfig) -> int:
 
 
 def quantized_linears(config: RLConfig, layout: ModelLayout) -> list[Linear]:
-    """Those that rollouts run on quantised copies."""
+    """Return those that rollouts run on quantised copies."""
     skip = config.quantization.rl_quantization_skip
     return [linear for linear in layout.linears if not skipped(linear.name, skip, config.model.num_layers)]
 
 
 def read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
-    """Parameters that quantised rollouts read unquantised; None where the others cannot be made again, or stay."""
+    """Count parameters that quantised rollouts read unquantised; None where the others must stay."""
     made_again = config.precision.bf16 and config.parallel.use_distributed_optimizer
     is_quantized = config.quantization.rl_rollout_quantization != "none"
     made_again &= config.lora.lora_rank is None  # frozen weights are nowhere else
@@ -211,7 +211,7 @@ def read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
 
 
 def training_logits(config: RLConfig, layout: ModelLayout, number: int, *, learns: bool = True) -> int:
-    """Of a bin, where the head is: in the model's type, with their gradient written over them.
+    """Count the bytes of a bin, where the head is: in the model's type, with their gradient written over them.
 
     Beside them, in a model that ``learns``, the gradient of the output layer's weight. Fused with that layer a few rows
     of logits at a time, and the weight's gradient also in fp32.

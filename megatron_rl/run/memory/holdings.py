@@ -24,7 +24,7 @@ SMALLEST_PIECE = 2**20
 
 
 def pieces(size: int) -> list[int]:
-    """``size`` bytes as powers of two, the largest first.
+    """Return ``size`` bytes as powers of two, the largest first.
 
     torch rounds pinned memory up to a power of two, so that 17 GiB in one piece would take 32.
     """
@@ -36,7 +36,7 @@ def pieces(size: int) -> list[int]:
 
 
 def size_of(storages: Iterable[torch.UntypedStorage]) -> int:
-    """Bytes on the device now."""
+    """Return bytes on the device now."""
     return sum(storage.nbytes() for storage in storages)
 
 
@@ -45,7 +45,7 @@ def _buffers(optimization: Optimization) -> list:
 
 
 def state_storages(optimization: Optimization) -> list[torch.UntypedStorage]:
-    """Where moments and fp32 main parameters lie on the device; weights of the model are not among them.
+    """Return where moments and fp32 main parameters lie on the device; weights of the model are not among them.
 
     Before the first update there are no moments. In fp32 the weights are their own main parameters.
     """

@@ -82,7 +82,7 @@ class Phases:
         self.training = Training(self._config, optimization, critic, self.quantization)
 
     def cache_budget_gb(self) -> float | None:
-        """The engine's KV cache in GiB; None: what its largest batch needs. Collective over the job.
+        """Return the engine's KV cache in GiB; None: what its largest batch needs. Collective over the job.
 
         Everything that stays on the device must be there by now; the cache must not.
 
@@ -140,7 +140,7 @@ class Phases:
 
     @contextlib.contextmanager
     def rollouts(self, quantized: bool = True) -> Iterator[None]:
-        """The model generates in here, on quantised weights if there are any and they are wanted.
+        """Let the model generate in the block, on quantised weights if there are any and they are wanted.
 
         Raises:
             MemoryExhausted: it did not fit; says what to lower.
@@ -169,7 +169,7 @@ class Phases:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """The trainer scores and takes optimizer steps in here; what rollouts need has left if the room is wanted.
+        """Let the trainer score and take optimizer steps in the block; what rollouts need leaves if room is wanted.
 
         Raises:
             MemoryExhausted: it did not fit; says what to lower.
@@ -180,7 +180,7 @@ class Phases:
 
     @contextlib.contextmanager
     def save(self) -> Iterator[None]:
-        """Weights and optimizer state are there in here, also after a rollout that failed; collective."""
+        """Have weights and optimizer state there in the block, also after a rollout that failed; collective."""
         self._come_home()
         yield
 
@@ -284,7 +284,7 @@ class Training:
         return [layer.module.weight for layer in self._quantization.linears.layers]
 
     def given_back(self) -> int:
-        """Bytes that every rollout has more than an update, with nothing away now.
+        """Return bytes that every rollout has more than an update, with nothing away now.
 
         Weights count where all rollouts are quantised: none evaluates without, and none calibrates first.
         """
@@ -297,12 +297,12 @@ class Training:
         return size + (sum(size_of(model.state.storages) for model in self.models) if self.offloads else 0)
 
     def to_come(self, estimate: Estimate) -> int:
-        """Bytes of optimizer state that the first update will make."""
+        """Return bytes of optimizer state that the first update will make."""
         of_critic = 0 if self.critic is None else max(0, estimate.critic.update - self.critic.size)
         return max(0, estimate.optimizer.update - size_of(self.policy.state.storages)) + of_critic
 
     def leave(self) -> None:
-        """Gradients, and if that was asked for the optimizer's state and all of the critic."""
+        """Free gradients, and if that was asked for the optimizer's state and all of the critic."""
         before = sum(size_of(model.state.storages) for model in self.models)
         for model in self.models if "gradients" not in self._keeps else ():
             model.gradients.leave()
@@ -324,7 +324,7 @@ class Training:
             self.weights.leave(unread)
 
     def come_home(self) -> None:
-        """Everything an update needs; collective where weights have left."""
+        """Bring back everything an update needs; collective where weights have left."""
         self.policy.state.come_home()
         self.weights.come_home()
         self.policy.gradients.come_home()

@@ -19,7 +19,7 @@ _OF_RL = frozenset(flag.name for flag in flags_of(AlgorithmConfig))
 
 
 def preflight(config: RLConfig, is_run: bool = True) -> list[Problem]:
-    """Every problem there is; of a model that is only asked, no ``is_run``, without environments and directories."""
+    """Return all problems; of a model that is only asked, no ``is_run``, without environments and directories."""
     config, wrong = extension_problems(config)
     with collecting(wrong, "--callbacks"):
         callback_classes(config)

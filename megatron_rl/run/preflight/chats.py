@@ -129,7 +129,7 @@ def _unread(of_run: ChatFormat, chats: Sequence[Surveyed], sources: Sequence[str
 
 
 def template_problems(tokenizer: Tokenizer, environment: str = "", deadline_s: float = DEADLINE_S) -> Iterator[Problem]:
-    """Why the chat template of an environment cannot render a single question, if it cannot.
+    """Report why the chat template of an environment cannot render a single question, if it cannot.
 
     It is a program that came with the tokenizer: transformers renders it in jinja's sandbox, here where it can be
     stopped.

@@ -16,7 +16,7 @@ from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 
 
 def open_tokenizer(config: RLConfig) -> Tokenizer:
-    """`--tokenizer-model`, which knows the end tokens that the model's directory names, and what flags say of chats.
+    """Open `--tokenizer-model`, which knows the end tokens that the model's directory names, and the chat flags.
 
     Raises:
         ConfigError: it cannot be used, or what the directory says of end tokens, or a flag of chats, cannot be read.
@@ -28,7 +28,7 @@ def open_tokenizer(config: RLConfig) -> Tokenizer:
 
 
 def vocabulary(config: RLConfig) -> int:
-    """`--estimate-vocab-size`, or else the tokenizer's.
+    """Return `--estimate-vocab-size`, or else the tokenizer's.
 
     Raises:
         ConfigError: neither is there; names the flag to give.
@@ -50,7 +50,7 @@ def vocabulary(config: RLConfig) -> int:
 
 
 def tokenizer_problems(config: RLConfig) -> tuple[Tokenizer | None, list[Problem]]:
-    """The tokenizer for the checks that need it, or None with the reasons."""
+    """Return the tokenizer for the checks that need it, or None with the reasons."""
     problems: list[Problem] = []
     if config.tokenizer.tokenizer_model is None:
         return None, problems  # already reported as a missing flag

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def output_problems(config: RLConfig) -> Iterator[Problem]:
-    """A run directory that cannot be made or is taken, and other directories that cannot be written."""
+    """Report a run directory that cannot be made or is taken, and other directories that cannot be written."""
     if config.logging.run_dir is None:
         return  # already reported as a missing flag
     run_dir, save = Path(config.logging.run_dir), Path(config.checkpoint.save)
@@ -81,7 +81,7 @@ def lock(config: RLConfig, held: contextlib.ExitStack) -> list[Problem]:
 
 
 def service_problems(config: RLConfig) -> Iterator[Problem]:
-    """Communication, ports and accounts; those of other machines cannot be asked."""
+    """Report faults of communication, ports and accounts; those of other machines cannot be asked."""
     yield from backend_problems(config)
     if is_for_other_machines(config):
         return
@@ -104,7 +104,7 @@ def service_problems(config: RLConfig) -> Iterator[Problem]:
 
 
 def port_fault(host: str, port: int) -> str | None:
-    """Why nobody can listen there now; None if one can."""
+    """Return why nobody can listen there now; None if one can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -115,7 +115,7 @@ def port_fault(host: str, port: int) -> str | None:
 
 
 def backend_problems(config: RLConfig) -> list[Problem]:
-    """A communication library that this machine cannot use."""
+    """Report a communication library that this machine cannot use."""
     if config.parallel.distributed_backend != "nccl" or is_for_other_machines(config):
         return []
     from megatron_rl.platform import current_platform  # brings torch, which most checks need not wait for
@@ -130,7 +130,7 @@ def is_for_other_machines(config: RLConfig) -> bool:
 
 
 def quantization_problems(config: RLConfig) -> list[Problem]:
-    """Recipes, the device and the layers' shapes: everything that would fail once the model is built."""
+    """Report recipes, a device and layers' shapes that would fail once the model is built."""
     elsewhere, name = is_for_other_machines(config), config.quantization.rl_rollout_quantization
     problems = [] if elsewhere else transformer_engine_problems(config)
     if name == "none":
@@ -149,7 +149,7 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
 
 
 def transformer_engine_problems(config: RLConfig) -> list[Problem]:
-    """It is asked for and not installed; of a check for other machines a note."""
+    """Report that it is asked for and not installed; in a check for other machines as a note."""
     asked = config.typed.get("transformer_impl") == "transformer_engine"
     if not asked or importlib.util.find_spec("transformer_engine") is not None:
         return []
@@ -171,7 +171,7 @@ def recipe_problems(config: RLConfig) -> list[Problem]:
 
 
 def attention_problems(config: RLConfig) -> list[Problem]:
-    """A backend that the device lacks or that does not take the model's numbers, or for its pages.
+    """Report a backend that the device lacks or that does not take the model's numbers, or for its pages.
 
     What is chosen automatically always runs.
     """

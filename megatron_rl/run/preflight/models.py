@@ -17,7 +17,7 @@ _FREE = {"vocab_size", "max_position_embeddings", "init_method_std"}
 
 
 def teacher_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Everything that is wrong with the teacher; nothing without one."""
+    """Report everything that is wrong with the teacher; nothing without one."""
     problems: list[Problem] = []
     if not config.wants_teacher:
         return problems
@@ -51,7 +51,7 @@ def _tokenizer_difference(directory: Path, tokenizer: Tokenizer) -> str | None:
 
 
 def critic_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Another architecture, another vocabulary, files that do not hold the model; nothing without the flag."""
+    """Report another architecture, another vocabulary, files that do not hold the model; nothing without the flag."""
     problems: list[Problem] = []
     directory = config.critic.rl_critic_load_hf
     if directory is None or not config.wants_critic or not config.model.is_complete:

@@ -30,7 +30,7 @@ def resumes(config: RLConfig) -> bool:
 
 
 def run_to_continue(config: RLConfig) -> tuple[str, str] | None:
-    """Flag and directory of the run that goes on; None where one begins. Its own checkpoints come before `--load`."""
+    """Return flag and directory of the run to continue; None if one begins. Its own checkpoints precede `--load`."""
     from megatron_rl.checkpoint.layout import holds_checkpoint, step_entries
 
     checkpoint = config.checkpoint
@@ -42,7 +42,7 @@ def run_to_continue(config: RLConfig) -> tuple[str, str] | None:
 
 
 def first_weights(config: RLConfig) -> tuple[str, StartingWeights]:
-    """Flag and place of what a run begins with, not yet read. It means the same at every start of the run."""
+    """Return flag and place of what a run begins with, not yet read. It means the same at every start of the run."""
     from megatron_rl.checkpoint.layout import holds_checkpoint
     from megatron_rl.checkpoint.run_state import StartingWeights
 
@@ -58,13 +58,13 @@ def first_weights(config: RLConfig) -> tuple[str, StartingWeights]:
 
 
 def family_weights(config: RLConfig) -> WeightMap:
-    """How Hugging Face calls the model's tensors; Llama's names where no directory says which family it is."""
+    """Return how Hugging Face calls the model's tensors; Llama's names where no directory says which family it is."""
     named = config.checkpoint.load_hf or config.model.hf_config
     return decoder_weights(config.architecture()) if named is None else read_model(named).weights
 
 
 def adapter_problems(config: RLConfig) -> list[Problem]:
-    """Tensors of `--load-lora` that are not those of adapters of this model."""
+    """Report tensors of `--load-lora` that are not those of adapters of this model."""
     lora, problems = lora_of(config), []
     if lora is None or config.lora.load_lora is None or not config.model.is_complete:
         return problems
@@ -76,7 +76,7 @@ def adapter_problems(config: RLConfig) -> list[Problem]:
 
 
 def reference_weights(config: RLConfig, directory: Path, state: RunState) -> StartingWeights:
-    """The weights that the run saved in ``directory`` started from, and where this start is to read them.
+    """Return the weights that the run saved in ``directory`` started from, and where this start is to read them.
 
     Where the flags name another place than the run was started with, the weights lie there now.
 
@@ -98,7 +98,7 @@ def reference_weights(config: RLConfig, directory: Path, state: RunState) -> Sta
 
 
 def evaluated(config: RLConfig) -> list[RLConfig]:
-    """One configuration for each checkpoint of an evaluation with ``--load 'runs/mine/checkpoints/*'``.
+    """Return one configuration for each checkpoint of an evaluation with ``--load 'runs/mine/checkpoints/*'``.
 
     Oldest first; what is no checkpoint is passed over. Of any other run the configuration itself.
     """
@@ -112,7 +112,7 @@ def evaluated(config: RLConfig) -> list[RLConfig]:
 
 
 def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Checkpoints that are absent, of another model, or of a run this one cannot continue.
+    """Report checkpoints that are absent, of another model, or of a run this one cannot continue.
 
     Checksums are compared when a checkpoint is loaded: at the size of a large model they take minutes.
     """

@@ -80,7 +80,7 @@ def call_once(config: RLConfig, field: str, device: str = "cpu") -> None:
 
 
 def four_tokens(config: RLConfig, device: torch.device, **further: Any) -> TokenBatch:
-    """Two samples of one group, a prompt token and an answer token each, of which the first is the better one.
+    """Return two samples of one group, a prompt token and an answer token each; the first is the better one.
 
     The prompts' log-probs are NaN: P0 is masked, A0 counts, Q0 is masked, B0 counts.
     """

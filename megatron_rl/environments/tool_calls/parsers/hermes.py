@@ -43,7 +43,7 @@ class Hermes(SearchingParser):
     )
 
     def writes(self, template: str) -> bool:
-        """Others write tags, not JSON, into ``<tool_call>``."""
+        """Return whether the template has Hermes' calls: others write tags, not JSON, into ``<tool_call>``."""
         return OPEN in template and "arguments" in template and not any(
             other in template for other in ("<arg_key>", "<function=")
         )

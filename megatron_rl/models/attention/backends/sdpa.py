@@ -59,7 +59,7 @@ def padded_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One bucket, ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``; ``sinks`` [heads].
+    """Attend in one bucket: ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``; ``sinks`` [heads].
 
     A padding cell is a copy of token 0 behind the sequence's end: causality keeps it from every
     real token, and its own output is never gathered.
@@ -78,7 +78,7 @@ def padded_attention(
 
 
 def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-    """Additive mask [length, length]: -inf where a key lies behind the token or out of its window, else 0."""
+    """Return an additive mask [length, length]: -inf where a key is behind the token or out of its window, else 0."""
     hidden = torch.full((length, length), float("-inf"), dtype=dtype)
     return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
@@ -132,7 +132,7 @@ def attend_one_token(
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One new token a row -> ``[N, 1, query_heads * E]``.
+    """Attend with one new token a row -> ``[N, 1, query_heads * E]``.
 
     ``query`` [N, 1, query_heads, D]; ``key`` [N, groups, K, D], ``value`` the same with E; ``mask`` [N, 1, 1, K]
     additive; ``sinks`` [query_heads]. Query heads of a group are folded into the query length, so the cache is read
@@ -163,7 +163,7 @@ def attend_heads(
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32, differentiable: several tokens a row.
+    """Compute ``softmax(query key^T / sqrt(D) + mask) value`` in fp32, differentiable: several tokens a row.
 
     ``query`` [B, heads, L, D], ``key`` [B, groups, K, D], ``value`` [B, groups, K, E], ``mask`` [L, K] or [B, 1, L, K]
     additive, ``sinks`` [heads] -> ``[B, heads, L, E]``.
@@ -192,7 +192,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor, dtype: torch.dtype) -> t
 
 
 def hide_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-    """Additive mask [N, keys]: -inf where a key lies behind the token at ``positions`` [N] or out of its window."""
+    """Return an additive mask [N, keys]: -inf where a key is behind a token at ``positions`` [N] or unseen by it."""
     columns = torch.arange(keys, device=positions.device)
     mask = torch.zeros(positions.shape[0], keys, dtype=dtype, device=positions.device)
     mask.masked_fill_(columns > positions[:, None], float("-inf"))
@@ -215,7 +215,7 @@ class CachePlan:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``query`` [T, 1, heads, D] against what was read, [N, groups, keys, D]."""
+        """Attend with ``query`` [T, 1, heads, D] to what was read, [N, groups, keys, D]."""
         if self.rows is None:
             return attend_one_token(query, keys, values, self.mask, sinks)
         return self.rows.unpad(attend_heads(self.rows.pad(query), keys, values, self.mask, sinks))
@@ -224,12 +224,12 @@ class CachePlan:
 def plan_decode(
     where: Any, positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
 ) -> CachePlan:
-    """For new tokens at ``positions`` [N], of which each sees the keys up to its own, the last ``window`` at most."""
+    """Plan for new tokens at ``positions`` [N], each of which sees keys up to its own, the last ``window`` at most."""
     return CachePlan(where, hide_keys(positions, keys, dtype, window)[:, None, None])
 
 
 def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None) -> CachePlan:
-    """The same for several tokens a sequence."""
+    """Plan the same for several tokens a sequence."""
     rows = PaddedRows.build(new.lengths, new.cu_seqlens)
     mask = hide_keys(new.position_ids.index_select(0, rows.gather), keys, dtype, window)
     return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
@@ -264,7 +264,7 @@ class _Spans:
 
 
 def prepare_spans(share: Share, window: int | None = None) -> list[_Spans]:
-    """Long spans one by one, short ones of similar length together, padded."""
+    """Group long spans one by one, short ones of similar length together, padded."""
     device, spans = share.keys.device, list(zip(share.query_lengths, share.key_lengths, strict=True))
     longest = max(share.key_lengths)
     height = min(QUERIES_AT_ONCE, max(share.query_lengths))

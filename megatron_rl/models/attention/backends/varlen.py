@@ -29,7 +29,7 @@ Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @functools.cache
 def kernel() -> Callable[..., torch.Tensor]:
-    """torch's, told that there may be fewer key heads than query heads. Importing it takes seconds."""
+    """Return torch's kernel, told that there may be fewer key heads than query heads. Importing it takes seconds."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -38,7 +38,7 @@ def kernel() -> Callable[..., torch.Tensor]:
 
 
 def backend(has_pages: bool) -> Backend:
-    """Of a torch whose kernel takes a table of pages, or does not: then the KV cache is another backend's."""
+    """Describe the backend of this torch, whose kernel may take no table of pages: then the cache is another's."""
     cache = CacheKernel(
         "blocks", _prepare_decode, _attend_cached, _prepare_extend, _attend_cached, block_multiple=_PAGES,
         needs_key_length=False, unfit=_unfit_for_cache, windows=True,
