@@ -40,7 +40,7 @@ _ONE_PROCESS = "callbacks and steps() are for one process; with several name cla
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """The result of a run."""
 
     run_dir: Path
     status: str

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class RunControl:
-    """What a callback knows of its run, and may ask of it."""
+    """A callback's view of its run, through which it may ask the run to stop."""
 
     def __init__(self, run_dir: Path, total_steps: int) -> None:
         self.run_dir, self.total_steps = run_dir, total_steps

@@ -38,7 +38,7 @@ _LOOK_FOR_STOP_S = 0.5
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to a prompt."""
+    """The model's answer to a prompt."""
 
     text: str
     finish_reason: str

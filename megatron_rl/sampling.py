@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constraints:
-    """What changes the distribution as an answer grows: for answers that nobody trains on."""
+    """Changes of the distribution as an answer grows: for answers that nobody trains on."""
 
     grammar: str = ""
     """In Lark's notation: the answer is one of its texts. Empty: any text."""
@@ -32,7 +32,7 @@ class Constraints:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn. ``top_k=0``, ``top_p=1.0`` and ``min_p=0.0`` mean off."""
+    """The sampling parameters of completions. ``top_k=0``, ``top_p=1.0`` and ``min_p=0.0`` mean off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -49,7 +49,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """How likely a token was where it stands, beside the likeliest ones."""
+    """The log-prob of a token where it stands, beside the likeliest ones."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

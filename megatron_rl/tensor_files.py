@@ -42,7 +42,7 @@ as this process's memory until then."""
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a tensor looks like."""
+    """The dtype and shape of a tensor."""
 
     dtype: str
     """In safetensors' words: ``BF16``."""
@@ -56,7 +56,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class StoredTensor(TensorEntry):
-    """And where it is."""
+    """A tensor's entry and its place in a file."""
 
     file: Path
 

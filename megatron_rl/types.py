@@ -44,7 +44,7 @@ class Task:
 
 @dataclass(frozen=True)
 class LaterTurn:
-    """What the environment replies in a worked conversation, and the answer to it, without the end-of-text token."""
+    """The environment's reply in a worked conversation, and the answer to it, without the end-of-text token."""
 
     messages: tuple[Message, ...]
     completion: str
@@ -63,7 +63,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What the policy produced for a task, as the grader sees it."""
+    """The policy's completion of a task, as the grader sees it."""
 
     text: str
     """The decoded completion without the end-of-text token."""
@@ -134,7 +134,7 @@ class HarnessRun:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to one turn of the model."""
+    """An environment's answer to one turn of the model."""
 
     messages: tuple[Message, ...] = ()
     """What the model reads next; not empty unless ``done``."""
@@ -149,7 +149,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the model reads next in a conversation, and the state that its next turn is judged with."""
+    """The messages that the model reads next in a conversation, and the state that its next turn is judged with."""
 
     messages: tuple[Message, ...]
     state: Any = None
@@ -168,7 +168,7 @@ class SourcedTask:
 
 @dataclass(frozen=True)
 class Place:
-    """Which samples of its group a request is for, and which call of the model it is; by default all, and the first."""
+    """The samples of a group that a request is for, and its call of the model; by default all, and the first."""
 
     first_sample: int = 0
     """Number of the first of the samples: a later turn is asked for sample by sample."""
@@ -182,7 +182,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Hints:
-    """What an engine may know of a request. No token depends on it."""
+    """Hints to an engine about a request. No token depends on them."""
 
     expected_tokens: int | None = None
     """How many tokens a sample will probably have; None is as many as it may. Changes the order of work."""

@@ -51,7 +51,7 @@ class StepRewards:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """How a field of `Sample` travels between ranks and is laid end to end."""
+    """The way a field of `Sample` travels between ranks and is laid end to end."""
 
     dtype: torch.dtype | None
     """None: uint8 or int16, [L, layers, k]; such a field may be None."""
@@ -103,7 +103,7 @@ SAMPLE_FIELDS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sam
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where the B sequences of a micro-batch lie; the last ones may be dummies that round T up."""
+    """The places of the B sequences of a micro-batch; the last ones may be dummies that round T up."""
 
     lengths: tuple[int, ...]
     """Host integers, so that no kernel launch waits for the device."""
@@ -119,7 +119,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class CriticValues:
-    """What a critic expected before the step's updates."""
+    """A critic's values and returns before the step's updates."""
 
     values: Tensor
     """[T], before the token was drawn."""
@@ -131,7 +131,7 @@ class CriticValues:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What a loss or a correction reads. Masked positions may hold anything, NaN included."""
+    """The inputs of a loss or a correction. Masked positions may hold anything, NaN included."""
 
     packing: Packing
     loss_mask: Tensor
@@ -156,17 +156,17 @@ class LossInputs:
         return self.packing.sequence_index
 
     def sequence_sums(self, values: Tensor) -> Tensor:
-        """Return sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
+        """Return the sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
         # In fp64: index_add adds in no fixed order on a GPU, and two runs would differ in fp32.
         known = torch.where(self.in_loss, values, 0.0).double()
         return known.new_zeros(len(self.packing.lengths)).index_add(0, self.sequence_index, known)
 
     def sequence_means(self, values: Tensor) -> Tensor:
-        """Return means of ``values`` [T] over the loss tokens of each sequence, [B] fp32; 0 without any."""
+        """Return the means of ``values`` [T] over the loss tokens of each sequence, [B] fp32; 0 without any."""
         return (self.sequence_sums(values) / self.loss_tokens().clamp_min(1)).float()
 
     def loss_tokens(self) -> Tensor:
-        """Return loss tokens of each sequence: [B] int64."""
+        """Count the loss tokens of each sequence: [B] int64."""
         return self.sequence_sums(self.loss_mask).long()
 
 

@@ -13,7 +13,7 @@ from megatron_rl.algorithms.extension import Baseline
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What each sample sees of its group: ``[N]`` fp64. Masked samples count nowhere."""
+    """Statistics of each sample's group: ``[N]`` fp64. Masked samples count nowhere."""
 
     count: Tensor
     """Valid samples in the group."""

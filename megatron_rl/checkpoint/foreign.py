@@ -62,7 +62,7 @@ class _Nothing:
 
 @dataclass(frozen=True)
 class Topology:
-    """How ranks share the model whose files these are."""
+    """The parallel layout of the model whose files these are."""
 
     tensor: int = 1
     stages: int = 1

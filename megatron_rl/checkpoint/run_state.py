@@ -77,7 +77,7 @@ class StartingWeights:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a start from the weights need not be told of their model."""
+    """Facts of a model that a start from its weights need not be told."""
 
     architecture: dict[str, Any] = field(default_factory=dict)
     """See `architecture_of`."""
@@ -93,7 +93,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint says of its run besides tensors. In the file the fields of ``model`` stand among the others."""
+    """A checkpoint's record of its run besides tensors. In the file the fields of ``model`` stand among the others."""
 
     step: int
     """Finished steps; the learning-rate schedule continues here."""

@@ -30,7 +30,7 @@ State = Mapping[str, Any]
 
 
 class Resumable(Protocol):
-    """What `StateRegistry.register` takes."""
+    """An object with state that a checkpoint keeps, for `StateRegistry.register`."""
 
     def state_dict(self) -> State:
         """Return the state that a later start continues from."""

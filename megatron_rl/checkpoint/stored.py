@@ -177,7 +177,7 @@ def _first(names: set[str]) -> str:
 
 
 def embedding_rows(stored: StoredWeights, model: Architecture) -> int:
-    """Return rows of the embedding as stored, padding included; 0 without one."""
+    """Count the rows of the embedding as stored, padding included; 0 without one."""
     (embedding,) = ModelLayout.of(model).before
     return stored.shape(embedding)[0] if EMBEDDING in stored.names else 0
 

@@ -60,7 +60,7 @@ class FirstRun:
 
 
 class Machine(NamedTuple):
-    """What a rank may use; ``free`` in bytes."""
+    """The device of a first run: ``free`` is its free memory in bytes, ``bf16`` whether products of bf16 are fast."""
 
     is_cuda: bool
     free: int

@@ -31,7 +31,7 @@ _LARGEST_FILE = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What is answered, and where the answers go."""
+    """The file of prompts, and the file for the answers."""
 
     prompts: str | None = flag(None, path=True)
     """Text or .jsonl file."""
@@ -49,7 +49,7 @@ USAGE = f"""usage: megatron-rl generate MODEL --prompts FILE [--output FILE] [--
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for."""
+    """The options of `megatron-rl generate`."""
 
     config: RLConfig
     files: Files

@@ -51,7 +51,7 @@ def described(options: type) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """How many ranks a command starts, and where, in torchrun's words."""
+    """The number of ranks that a command starts, and their machines, in torchrun's words."""
 
     nproc: int = flag(1, ge=1, le=1024, aliases=("--nproc-per-node",))
     """Ranks on this machine, one a GPU."""
@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """All ranks of the job."""
+        """The number of all ranks of the job."""
         return self.nproc * self.nnodes
 
     @property

@@ -54,7 +54,7 @@ _NOT_TAKEN = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is looked at."""
+    """The step, group and sample that are shown."""
 
     step: int | None = flag(None, ge=1)
     """Step of the run."""

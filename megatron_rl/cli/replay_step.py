@@ -46,7 +46,7 @@ class TokenInLoss:
 
 @dataclass
 class Replayed:
-    """What was found of the chosen samples."""
+    """The results of the chosen samples."""
 
     groups: Sequence[RolloutGroup] = ()
     metrics: dict[str, float] = field(default_factory=dict)

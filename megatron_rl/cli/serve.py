@@ -36,7 +36,7 @@ _OWN = ("--distributed-timeout-minutes", "100000", "--rl-decode-steps-per-sync",
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where it listens."""
+    """The address that the server listens on."""
 
     host: str = flag("127.0.0.1")
     """Address to listen on."""
@@ -58,7 +58,7 @@ USAGE = f"""usage: megatron-rl serve MODEL [--port N] [--nproc RANKS] [FLAGS]
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for."""
+    """The options of `megatron-rl serve`."""
 
     config: RLConfig
     place: Place

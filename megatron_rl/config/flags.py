@@ -77,7 +77,7 @@ class Flag:
 
     @property
     def spelling(self) -> str:
-        """As help and messages write it, with dashes."""
+        """The spelling in help and messages, with dashes."""
         return self.off or f"--{self.name.replace('_', '-')}"
 
     @property

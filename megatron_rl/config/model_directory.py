@@ -29,7 +29,7 @@ _UP_TO_THE_RUN = ("init_method_std", "rl_mla_absorb", "tokenizer_model")
 
 
 class SavedModel(NamedTuple):
-    """What a checkpoint of ours says of its model and run."""
+    """A checkpoint's record of its model and run."""
 
     file: Path
     architecture: dict[str, Any]

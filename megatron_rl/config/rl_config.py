@@ -136,7 +136,7 @@ class RLConfig:
 
     @property
     def stages(self) -> Stages:
-        """How the pipeline shares the layers."""
+        """The layers of each pipeline stage."""
         parallel = self.parallel
         return Stages(
             parallel.pipeline_model_parallel_size,
@@ -146,11 +146,11 @@ class RLConfig:
         )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return copies of the model among ``world_size`` ranks."""
+        """Count the copies of the model among ``world_size`` ranks."""
         return max(1, world_size // self.model_parallel_size)
 
     def rollout_replicas(self, world_size: int) -> int:
-        """Return copies of the model in rollouts: ranks that share a sequence in training have one each."""
+        """Count the copies of the model in rollouts: ranks that share a sequence in training have one each."""
         return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
 
     @property

@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the endpoint can do."""
+    """The limits and features of the endpoint."""
 
     model: str
     """Its name."""

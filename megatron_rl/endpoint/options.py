@@ -39,7 +39,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """How an answer is drawn and where it ends; None: the caller leaves it open."""
+    """The sampling of an answer and where it ends; None: the caller leaves it open."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -56,7 +56,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Options:
-    """What both kinds of request have."""
+    """The options of both kinds of request."""
 
     n: int = 1
     seed: int | None = None

@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Of `/v1/chat/completions`."""
+    """A request of `/v1/chat/completions`."""
 
     model: str
     options: Options
@@ -47,7 +47,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """Of `/v1/completions`: each prompt is a text or token ids."""
+    """A request of `/v1/completions`: each prompt is a text or token ids."""
 
     model: str
     options: Options
@@ -58,7 +58,7 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """Of `/tokenize`: a text or messages."""
+    """A request of `/tokenize`: a text or messages."""
 
     prompt: str = ""
     adds_special_tokens: bool = True

@@ -23,7 +23,7 @@ from megatron_rl.types import Completion, TokenScore
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all objects of one response have in common."""
+    """The common fields of all objects of one response."""
 
     is_chat: bool
     """``/v1/chat/completions``, not ``/v1/completions``."""

@@ -35,7 +35,7 @@ _SEPARATOR = b"\n"
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """How a call is put to the engine."""
+    """A call as it is put to the engine."""
 
     after: int | None
     """The call whose answer it goes on from; None: a root."""
@@ -53,7 +53,7 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class SessionEnd:
-    """What came of a session."""
+    """The result of a session."""
 
     edited: int
     """Calls whose history has assistant messages that nobody sampled here, those of the first call aside."""

@@ -21,7 +21,7 @@ TRAINED = "the answers of this session are trained on, as the model draws them b
 
 
 class Shaping:
-    """For one endpoint; its methods are of the text thread."""
+    """The shaping of one endpoint's answers; its methods are called in the text thread."""
 
     def __init__(self, tokenizer: Tokenizer, fixed: str = "") -> None:
         """``fixed`` says why this engine draws from the model's own distribution alone; empty where it need not."""

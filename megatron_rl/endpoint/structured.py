@@ -28,7 +28,7 @@ Rule = Callable[[Any, str], str]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an answer."""
+    """The shape of an answer."""
 
     param: str
     """The field that asks for it."""

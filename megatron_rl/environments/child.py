@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of the work in a watched child: a result, or problems."""
+    """The result of the work in a watched child, or its problems."""
 
     result: Any = None
     problems: tuple[str, ...] = ()

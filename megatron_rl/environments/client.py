@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestFailed(EnvironmentFault):
-    """No answer, or none that is a success; ``code`` is what ``Grade.code`` says of the samples."""
+    """A request without a successful answer; ``code`` becomes ``Grade.code`` of the samples."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

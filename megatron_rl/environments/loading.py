@@ -48,7 +48,7 @@ class Surveyed(ServedEnvironment):
 
 @dataclass(frozen=True)
 class DataSize:
-    """What the lengths of a run follow from."""
+    """The lengths and counts of a data set, from which a first run derives its settings."""
 
     tasks: int
     """To train on."""

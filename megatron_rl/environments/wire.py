@@ -29,7 +29,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class ServedEnvironment:
-    """What a run asks about an environment of its list."""
+    """The properties of a served environment that a run asks for."""
 
     name: str
     weight: float

@@ -16,7 +16,7 @@ MOST_EXPERTS = 100_000
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one decoder layer is made of, and what it does beyond a layer of Llama's, whose kind is `PLAIN`."""
+    """The parts of one decoder layer that differ from a layer of Llama's, whose kind is `PLAIN`."""
 
     mixer: str = "heads"
     """What exchanges between tokens: a name of `BLOCKS`."""
@@ -210,7 +210,7 @@ def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) 
 
 @dataclass(frozen=True)
 class Stages:
-    """How pipeline stages share the layers.
+    """The layers of each pipeline stage.
 
     8 layers on two stages with two chunks each (Megatron's virtual stages): 0 1 and 4 5, 2 3 and 6 7.
     """
@@ -249,7 +249,7 @@ ONE_STAGE = Stages()
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """What one rank has of the experts of each layer.
+    """The experts of each layer that one rank has.
 
     Of 4 experts on 2 expert-parallel ranks the second, `rank` 1, has experts 2 and 3.
     """

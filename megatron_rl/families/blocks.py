@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def is_value_head(self) -> bool:
-        """Of a critic; every tensor-parallel rank has all of it, where logits are always cut."""
+        """Whether it is a critic's head; every tensor-parallel rank has all of it, where logits are always cut."""
         return self.name == HEAD and self.cut is None
 
     @property
@@ -58,7 +58,7 @@ class Parameter:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """What one rank holds."""
+        """The shape of what one rank holds."""
         if self.cut is None:
             return self.shape
         height, *width = self.shape
@@ -112,7 +112,7 @@ Part = Parameter | Linear
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a layer keeps on one rank: the key and the value of each token, head by head.
+    """A layer's cache on one rank: the key and the value of each token, head by head.
 
     A window saves nothing here: all tokens are kept, and masked. A cache of another kind answers `numbers` otherwise.
     """

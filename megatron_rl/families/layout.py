@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """What one rank holds of a model. All ranks of a stage hold as much."""
+    """The part of a model that one rank holds. All ranks of a stage hold as much."""
 
     architecture: Architecture
     padded_vocab_size: int
@@ -100,7 +100,7 @@ class ModelLayout:
 
     @property
     def parameters(self) -> Iterator[Parameter]:
-        """In the order of ``named_parameters`` of this rank's chunks."""
+        """The parameters, in the order of ``named_parameters`` of this rank's chunks."""
         yield from self.before
         for layer in self.layers:
             for part in layer.parts:
@@ -109,7 +109,7 @@ class ModelLayout:
 
     @property
     def linears(self) -> list[Linear]:
-        """Of all decoder layers; embedding and head are none of them."""
+        """The linears of all decoder layers; embedding and head are none of them."""
         return [linear for layer in self.layers for linear in layer.linears]
 
     @property
@@ -119,12 +119,12 @@ class ModelLayout:
 
     @property
     def expert_bytes(self) -> int:
-        """Of the experts of a token in a layer (`--rl-router-replay`)."""
+        """The bytes of the experts of a token in a layer (`--rl-router-replay`)."""
         return self.architecture.moe_router_topk * self.expert_id_bytes
 
     @property
     def most_layers(self) -> int:
-        """Of the stage that has the most."""
+        """The number of layers of the stage that has the most."""
         return max(self.stages.sizes(self.architecture.num_layers))
 
     @property

@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def height(self) -> int:
-        """How many rows it fills."""
+        """The number of rows that it fills."""
         return -(-(self.rows[1] - self.rows[0]) // self.step)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Allocation:
 
 
 class BlockManager(Protocol):
-    """What the scheduler asks."""
+    """The interface between the scheduler and the blocks of the KV cache."""
 
     usage: tuple[int, int] = (0, 0)
     """How many blocks sequences hold, and how many there are; of rows none."""

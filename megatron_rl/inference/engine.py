@@ -81,7 +81,7 @@ class EngineStatistics:
 
 
 class EngineLoad(NamedTuple):
-    """What an engine has to do at one moment."""
+    """The work of an engine at one moment."""
 
     running: int = 0
     """Sequences with a row."""

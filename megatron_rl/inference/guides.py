@@ -52,7 +52,7 @@ class Grammars:
 
 
 class Guide:
-    """Of one sequence: the biases of its next token, a function of the tokens that it has drawn."""
+    """The guide of one sequence: the biases of its next token, a function of the tokens that it has drawn."""
 
     def __init__(
         self, constraints: Constraints, vocab_size: int, end_ids: Collection[int],

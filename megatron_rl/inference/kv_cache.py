@@ -65,7 +65,7 @@ class Cache(ABC):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All memory that grows with the tokens held."""
+        """The tensors that grow with the tokens held."""
         return [*self._kept, *([] if self.routing is None else [self.routing])]
 
     @property

@@ -30,7 +30,7 @@ BLOCK_TOKENS = 64
 
 
 class McoreEngine(Engine):
-    """By megatron-core's DynamicInferenceEngine on the same GPTModel.
+    """The engine by megatron-core's DynamicInferenceEngine on the same GPTModel.
 
     Every sample is a request of its own, with its own prefill. The draws are a function of the seed and of the
     requests submitted so far; unlike the rollout engine's they also depend on what shares the batch, so they change

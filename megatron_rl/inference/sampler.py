@@ -27,7 +27,7 @@ def sample_seed(*key: object) -> int:
 
 
 class SamplingModes(NamedTuple):
-    """What the requests need of the sampler; each that none needs saves a pass over [N, V]."""
+    """The sampling modes that the requests need; each that none needs saves a pass over [N, V]."""
 
     greedy: bool = False
     filtered: bool = False
@@ -60,7 +60,7 @@ class SamplingModes(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """How rows are sampled, all [N] on the device; None is off for all rows."""
+    """The sampling parameters of the rows, all [N] on the device; None is off for all rows."""
 
     seeds: torch.Tensor
     temperature: torch.Tensor | None = None

@@ -21,7 +21,7 @@ FOR_EVER = 2**62
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is."""
+    """The states of a sequence."""
 
     WAITING = "waiting"
     """In the scheduler's queue, without a row."""

@@ -62,7 +62,7 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return command line: rebuild the report of a run directory."""
+    """Rebuild the report of a run directory, from the command line."""
     parser = argparse.ArgumentParser(prog="megatron-rl report", description=main.__doc__)
     parser.add_argument("run_dir", type=named_path, help="directory that holds metrics.jsonl")
     run_dir: Path = parser.parse_args(arguments).run_dir

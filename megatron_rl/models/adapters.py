@@ -33,7 +33,7 @@ _ALIGNED_BYTES = 16
 
 
 class Adapter(torch.nn.Module):
-    """Of one linear, whose ``adapter`` it is; a stack of experts has one for all of them, ``[E, ...]``."""
+    """The adapter of one linear; a stack of experts has one for all of them, ``[E, ...]``."""
 
     def __init__(self, parts: Sequence[LowRank], owner: torch.Tensor, dropout: float) -> None:
         """``parts``: one, or one an expert; ``owner`` [outputs of this rank]: which A a row is of, -1 where none."""
@@ -91,7 +91,7 @@ def low_rank_product(part: LowRank, a: torch.Tensor, b: torch.Tensor) -> torch.T
 
 
 class LinearAdapter(Adapter):
-    """Of a column- or row-parallel linear."""
+    """The adapter of a column- or row-parallel linear."""
 
     def __init__(self, linear: torch.nn.Module, parts: Sequence[LowRank], owner: torch.Tensor, dropout: float) -> None:
         super().__init__(parts, owner, dropout)
@@ -125,7 +125,7 @@ class LinearAdapter(Adapter):
 
 
 class StackAdapter(Adapter):
-    """Of a stack of experts: each has an A and a B of its own."""
+    """The adapter of a stack of experts: each has an A and a B of its own."""
 
     def __init__(self, stack: StackedLinear, parts: Sequence[LowRank], owner: torch.Tensor, dropout: float) -> None:
         super().__init__(parts, owner, dropout)

@@ -48,7 +48,7 @@ def add_norm(
 def gate_up(
     inner: torch.Tensor, packing: Packing | None, shares: torch.Tensor | None = None
 ) -> torch.Tensor | PackedActivations:
-    """Map ``inner`` [T, 2 F], gates first to [T, F], rounded to the dtype after silu and after each product.
+    """Map ``inner`` [T, 2 F], gates first, to [T, F], rounded to the dtype after silu and after each product.
 
     ``shares`` [T] fp32: what each row is multiplied by at the end.
     """
@@ -169,7 +169,7 @@ def rotate_store(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Map ``mixed`` [T, groups, share + 2, D], a group's queries, key and value to query [T, 1, groups x share, D].
+    """Map ``mixed`` [T, groups, share + 2, D], a group's queries, key and value, to query [T, 1, groups x share, D].
 
     ``cos`` and ``sin`` [T, ..., R] as `RopeTable.at` gives them; the norms are RMSNorms of a head, or both None. One
     layer's ``keys`` and ``values`` [blocks, block size, groups, D] of the model's dtype, bf16, or E4M3 codes in uint8
@@ -269,7 +269,7 @@ def _stored(numbers, cache, scales, group):
 
 
 def gate_up_gradient(inner: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return gradient of ``inner`` [T, 2 F] from that of `gate_up`, [T, F]; rounded where eager torch rounds."""
+    """Return the gradient of ``inner`` [T, 2 F] from that of `gate_up`, [T, F]; rounded where eager torch rounds."""
     inner, grad = inner.contiguous(), grad.contiguous()
     rows, columns = grad.shape
     out = torch.empty_like(inner)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RolloutPlan(AttentionPlan, Protocol):
-    """What the forward pass asks of a rollout's context."""
+    """The interface of a rollout's context to the forward pass."""
 
     ops: RolloutOps
     shared_rows: int | None

@@ -173,7 +173,7 @@ def scale_embedding(gpt: GPTModel, config: TransformerConfig) -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """What `GPTModel` calls as its output layer: one number in the place of the logits.
+    """The output layer of a critic's `GPTModel`: one number in the place of the logits.
 
     Every tensor-parallel rank has all of it, and computes all values.
 

@@ -61,7 +61,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class BalancePass:
-    """What the routers hear of one forward pass. Tokens are counted in G groups, over the ranks that share them."""
+    """One forward pass for the routers. Tokens are counted in G groups, over the ranks that share them."""
 
     members: Tensor
     """[G, tokens of this rank] fp32: 1 where the token is of the group. Those without weight are of none."""

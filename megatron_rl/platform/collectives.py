@@ -141,7 +141,7 @@ class StageMessages:
 
 
 class OneStage:
-    """In the place of `StageMessages` where one stage has the whole model: it receives what it has sent."""
+    """A `StageMessages` where one stage has the whole model: it receives what it has sent."""
 
     is_first = is_last = True
 

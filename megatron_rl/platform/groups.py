@@ -24,7 +24,7 @@ from megatron_rl.platform.megatron import use_trainable_memory_buffer
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Who shares the experts of this rank's layers."""
+    """The groups that share the experts of this rank's layers."""
 
     parallel: dist.ProcessGroup
     """Ranks that share the experts of each layer: equally many each."""

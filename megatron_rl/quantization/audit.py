@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 @dataclass
 class Observation:
-    """What went through one layer."""
+    """The inputs and outputs of one layer."""
 
     calls: int = 0
     channel_amax: torch.Tensor | None = None

@@ -24,7 +24,7 @@ from megatron_rl.quantization.shapes import Split
 
 @dataclass(frozen=True)
 class LinearKind:
-    """What a linear does around its product, be it megatron's own or Transformer Engine's."""
+    """The operations of a linear around its product, be it megatron's own or Transformer Engine's."""
 
     group: dist.ProcessGroup | None
     """The tensor-parallel ranks that share the weight; None where this one has all of it."""

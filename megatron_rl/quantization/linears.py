@@ -113,7 +113,7 @@ class QuantizedLinears:
 
     @property
     def stored_bytes(self) -> int:
-        """Of codes and scales on this rank."""
+        """The bytes of codes and scales on this rank."""
         return sum(layer.weight.stored_bytes for layer in self.layers)
 
     @property
@@ -123,7 +123,7 @@ class QuantizedLinears:
 
     @property
     def held_bytes(self) -> int:
-        """On the device now, with what only CPUs need; next to nothing after `release`."""
+        """The bytes on the device now, with what only CPUs need; next to nothing after `release`."""
         tensors = (tensor for layer in self.layers for tensor in layer.weight.tensors)
         return sum(storage.nbytes() for storage in storages_of(tensors))
 

@@ -59,7 +59,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a product wants its activations, for a kernel that quantises them as it makes them."""
+    """The form in which a product wants its activations, for a kernel that quantises them as it makes them."""
 
     code_type: torch.dtype
     columns: int

@@ -29,7 +29,7 @@ def cpu_multiplies_int8() -> bool:
 
 
 class RowRecipe(Recipe):
-    """What fp8, fp8_tensor, int8 and int8_smooth have in common."""
+    """The base of fp8, fp8_tensor, int8 and int8_smooth."""
 
     largest: ClassVar[float]
     code_type: ClassVar[torch.dtype]

@@ -23,7 +23,7 @@ _EDGE = re.compile(r"(first|last):(\d+)")
 
 
 class Storage:
-    """What a recipe keeps of a weight [rows, columns]: its codes, padded to whole tiles, and the scales of these.
+    """The storage of a weight [rows, columns]: codes, padded to whole tiles, and their scales.
 
     The constants are literals: `storage_of` reads those of the library's recipes off their files. A recipe that keeps
     something else has `stored_bytes` of its own.

@@ -20,7 +20,7 @@ from megatron_rl.types import Hints, Request, RolloutGroup, SourcedTask
 
 @dataclass
 class StepRollouts:
-    """What a step was given. Groups are this replica's, the rest is the same on all."""
+    """The rollouts of a step. Groups are this replica's, the rest is the same on all."""
 
     policy_version: int
     """Of the weights that generate."""

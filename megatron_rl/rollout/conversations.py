@@ -29,7 +29,7 @@ GradeFunction = Callable[[str, Sequence[Item]], Awaitable[Sequence[Grade]]]
 
 @dataclass(frozen=True)
 class ConversationSettings:
-    """How conversations are led."""
+    """Settings of conversations."""
 
     max_turns: Mapping[str, int]
     """For each environment; one that is not named has single answers."""
@@ -63,7 +63,7 @@ class _Conversation:
 
 
 class Answer(NamedTuple):
-    """What the environment said to a sample: a reply, or the end and a grade."""
+    """The environment's answer to a sample: a reply, or the end and a grade."""
 
     index: int
     sample: int

@@ -34,7 +34,7 @@ _LOOK_EVERY = 8
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Which groups count, and how many prompts are drawn."""
+    """Settings of dynamic sampling: which groups count, and how many prompts are drawn."""
 
     counts: Callable[[Tensor], bool]
     """A `GroupFilter`."""

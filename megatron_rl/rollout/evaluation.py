@@ -48,7 +48,7 @@ class _TaskScore(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one evaluation brought."""
+    """The result of one evaluation."""
 
     metrics: dict[str, float]
     """Named ``val/<environment>/<measure>``. Rank 0's count: the ranks of a model copy that do not lead it do not know

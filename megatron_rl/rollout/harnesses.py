@@ -34,7 +34,7 @@ RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """How harnesses are served."""
+    """Settings of harnesses."""
 
     environments: Collection[str]
     """The harnesses among the environments."""

@@ -88,7 +88,7 @@ class RolloutJournal:
 
 
 class StepJournal:
-    """What is known of one step, and where to write what becomes known.
+    """The journal of one step: what is known, and where new groups are written.
 
     Groups go by the index of their request: their number in the step, as one rank would number them. Another number
     of ranks finds them again, and so do ranks that the groups are dealt to otherwise.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PartialRollouts:
-    """How far generation may run ahead."""
+    """Settings of partial rollouts: how far generation may run ahead."""
 
     at_once: int
     """Groups in flight."""
@@ -121,7 +121,7 @@ def oldest_version(request: Request, policy_version: int) -> int:
 
 @dataclass
 class PartialGoal(Goal):
-    """What one replica has to generate in a step; the rest stays unfinished."""
+    """The groups that one replica has to generate in a step; the rest stays unfinished."""
 
     requests: Sequence[Request]
     """This replica's part of the groups in flight."""

@@ -35,7 +35,7 @@ environment replies. Each lets pipeline stages wait for each other, which costs 
 
 
 class Goal:
-    """What a rollout is to bring, and so when it ends. This one: all its requests."""
+    """The goal of a rollout, and so its end. This one: all its requests."""
 
     was_left = False
     """Another replica has left, as it was asked to stop or ran out of memory; all must."""
@@ -57,7 +57,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What one call of `Rollouter.run` brought."""
+    """The result of one call of `Rollouter.run`."""
 
     finished: dict[int, RolloutGroup]
     """By the index of their request, in the order of the requests; fewer than these where the goal was met before."""

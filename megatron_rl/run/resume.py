@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """By field name; of a file, such as the environment list, the checksum as the run began with it."""
+    """Settings by field name; a file, such as the environment list, by its checksum as the run began."""
 
     def __init__(self, config: RLConfig) -> None:
         self._config = config
@@ -67,7 +67,7 @@ class Settings:
 
 
 class PromptFormats:
-    """How the chats of the environments that are trained on become prompts."""
+    """The way in which chats of the environments that are trained on become prompts."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: Iterable[tuple[str, Prompt]]) -> None:
         """``prompts`` with the names of their environments; those that are plain text have no format."""

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class TrainingRun(Run):
-    """What both training programs have."""
+    """The common parts of both training programs."""
 
     optimization: Optimization
     critic: Optimization | None

@@ -30,7 +30,7 @@ _GOLDEN = -1640531527
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """What one optimizer step did. Equal on all ranks."""
+    """The result of one optimizer step, equal on all ranks."""
 
     applied: bool
     """False when the gradient was not finite, or there was none: parameters and momenta are untouched."""

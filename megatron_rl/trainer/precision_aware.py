@@ -30,7 +30,7 @@ _EXPONENT = 0x7F800000
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How one moment is stored: fp32, bf16, or E4M3 with a power of two for each 128 numbers."""
+    """The format of one moment: fp32, bf16, or E4M3 with a power of two for each 128 numbers."""
 
     dtype: torch.dtype
     is_second: bool

@@ -13,6 +13,6 @@ from megatron_rl.algorithms.filters import signal
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(signal.Filter):
-    """Not all verdicts are equal."""
+    """Passes groups whose verdicts are not all equal."""
 
     OF: ClassVar[str] = "verdicts"

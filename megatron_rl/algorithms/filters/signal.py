@@ -14,7 +14,7 @@ from megatron_rl.algorithms import GroupFilter
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(GroupFilter):
-    """Not all rewards are equal."""
+    """Passes groups whose rewards are not all equal."""
 
     def __call__(self, rewards: Tensor) -> bool:
         return rewards.numel() > 0 and bool(rewards.max() > rewards.min())

@@ -166,7 +166,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What became of the tensors."""
+    """The tensors that were quantised and those that were copied."""
 
     converted: tuple[str, ...]
     kept: tuple[str, ...]

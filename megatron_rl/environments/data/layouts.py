@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a row says what. A name with dots is a field in a column: ``reward_model.ground_truth``."""
+    """The columns of a row. A name with dots is a field in a column: ``reward_model.ground_truth``."""
 
     problem: str
     """The bare problem, or a chat that asks for it."""

@@ -36,12 +36,12 @@ MAX_FILES = 10_000
 
 
 class RowError(ValueError):
-    """What is wrong with a row, to be read after its number: ``has an empty question``."""
+    """A problem of a row, to be read after its number: ``has an empty question``."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from: the file ``path``, or without one the data set ``hub``."""
+    """The source of rows: the file ``path``, or without one the data set ``hub``."""
 
     hub: str
     split: str

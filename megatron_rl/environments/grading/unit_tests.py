@@ -83,7 +83,7 @@ os.write(results, b"\\n")
 
 @dataclass(frozen=True)
 class Tests:
-    """Of one kind; ``expected`` belongs to the inputs, and is empty for assertions."""
+    """Tests of one kind; ``expected`` belongs to the inputs, and is empty for assertions."""
 
     inputs: tuple[Any, ...]
     expected: tuple[Any, ...] = ()

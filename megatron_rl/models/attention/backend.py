@@ -23,7 +23,7 @@ from megatron_rl.models.attention.kv_format import KVFormat
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Where a backend would run."""
+    """The device on which a backend would run."""
 
     type: str
     """``cpu`` or ``cuda``."""
@@ -33,7 +33,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run asks of its kernels, as far as they differ in it."""
+    """A run's requirements of its kernels, as far as they differ in it."""
 
     dtype: torch.dtype
     """Of the model's activations."""

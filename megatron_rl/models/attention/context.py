@@ -52,7 +52,7 @@ class SharePlan(PackedPlan):
 
 
 class SharedPromptsPlan(SharePlan):
-    """Where sequences share their beginnings."""
+    """The places where sequences share their beginnings."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
@@ -65,7 +65,7 @@ class SharedPromptsPlan(SharePlan):
 
 
 class ContextPlan(SharePlan):
-    """Where context-parallel ranks share sequences."""
+    """The parts of sequences that each context-parallel rank has."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,

@@ -53,7 +53,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Splits:
-    """What there is to compute in one step, the same for all layers."""
+    """The work of one decode step, the same for all layers."""
 
     positions: torch.Tensor
     """[N] int64: row n attends to ``positions[n] + 1`` keys."""

@@ -20,7 +20,7 @@ _SMALLEST, _LARGEST = 2.0**-60, 2.0**60
 
 
 class KVFormat:
-    """How one cache stores numbers. E4M3 codes lie in uint8 tensors, which torch moves on every device.
+    """The number format of one cache. E4M3 codes lie in uint8 tensors, which torch moves on every device.
 
     Scales are powers of two: they move the exponent and leave the digits, so which prompts set them matters for
     numbers that are too large (clamped) or below about 1/3500 of the largest (fewer digits), and for no others.

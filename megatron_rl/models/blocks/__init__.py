@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """What a file defines as ``BLOCK``: it inherits from this and from megatron's module, without a constructor."""
+    """The base of a file's ``BLOCK``: it inherits from this and from megatron's module, without a constructor."""
 
     settings: type[TransformerConfig] = TransformerConfig
     """What megatron's module reads: a class that adds fields has them from the flags in `LayerConfig`."""

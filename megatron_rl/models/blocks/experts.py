@@ -153,7 +153,7 @@ def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> to
 
 
 class GroupedExperts(MegatronModule):
-    """In place of megatron's `SequentialMLP`: a layer's experts are two stacks of weights and two grouped products.
+    """A layer's experts as two stacks of weights and two grouped products, instead of `SequentialMLP`.
 
     On a CPU the same bits, forward and backward. In checkpoints and by name experts stay single: see `parts`.
     """

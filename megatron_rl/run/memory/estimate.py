@@ -42,7 +42,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the bytes are of."""
+    """The sizes from which bytes are computed."""
 
     world_size: int
     replicas: int

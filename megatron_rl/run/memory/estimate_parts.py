@@ -25,7 +25,7 @@ _BUCKET_A_REPLICA = 1_000_000
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training holds of a model on one rank, in bytes."""
+    """The bytes of a model that training holds on one rank."""
 
     numbers: int
     """Parameters."""

@@ -101,7 +101,7 @@ class OptimizerState:
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
-        """Those on the device now."""
+        """The storages that are on the device now."""
         trained = (parameter for parameter in self._optimization.policy.parameters() if parameter.requires_grad)
         weights = storages_of(trained) if self._with_weights else []
         return [*weights, *state_storages(self._optimization)]
@@ -143,7 +143,7 @@ class OptimizerState:
 
 
 class Holdings:
-    """What training holds of a model: gradients and optimizer state, and ``with_weights`` its weights, too."""
+    """The memory of a model in training: gradients and optimizer state, and ``with_weights`` its weights, too."""
 
     def __init__(self, optimization: Optimization, with_weights: bool = False) -> None:
         self.gradients = Gradients(optimization)
@@ -176,7 +176,7 @@ class Weights:
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
-        """Of all parameters, with copies of some set aside."""
+        """The storages of all parameters, with copies of some set aside."""
         return storages_of((*self._optimization.policy.parameters(), *self._aside.values()))
 
     def leave(self, unread: Sequence[torch.nn.Parameter]) -> None:

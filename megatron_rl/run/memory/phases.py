@@ -256,7 +256,7 @@ def _advice_for_updates(config: RLConfig) -> str:
 
 
 class Training:
-    """What training holds, and which of it rollouts do without."""
+    """The memory of training, and which of it rollouts do without."""
 
     def __init__(
         self,
