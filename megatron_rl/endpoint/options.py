@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,9 +158,9 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def refuse_unread(fields: Fields) -> None:
+def refuse_unread(fields: Fields, unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> None:
     """Refuse what nobody has read, unless it changes nothing."""
-    for name, neutral in UNSUPPORTED.items():
+    for name, neutral in unsupported.items():
         value = fields.take(name)
         if value is not None and not any(type(value) is type(same) and value == same for same in neutral):
             instead = f"leave it out{f', or give {neutral[0]!r}' if neutral else ''}"

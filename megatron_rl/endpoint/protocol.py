@@ -9,7 +9,7 @@ ignored: clients send back all they have of an answer. Messages come in one form
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, beside the run's."""
     echo: bool = False
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request that its response repeats."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class TokenizeRequest:
 
 def read_chat(body: Any, vocab_size: int) -> ChatRequest:
     """Read the request in a parsed body; `ApiError` names the field that is wrong. Ids are below ``vocab_size``."""
-    fields = _fields(body)
+    fields = body_fields(body)
     messages = _messages(fields.required("messages", list))
     tools, choice, forced = _tools(fields)
     several = fields.get("parallel_tool_calls", bool)
@@ -93,7 +95,7 @@ def read_chat(body: Any, vocab_size: int) -> ChatRequest:
 
 def read_text(body: Any, vocab_size: int) -> TextRequest:
     """Read the request in a parsed body; `ApiError` names the field that is wrong. Ids are below ``vocab_size``."""
-    fields = _fields(body)
+    fields = body_fields(body)
     prompts = _prompts(fields.take("prompt"), vocab_size)
     model, logprobs = fields.required("model", str), fields.number("logprobs", int, 0, MOST_SCORED)
     echo = bool(fields.get("echo", bool))
@@ -109,7 +111,7 @@ def read_text(body: Any, vocab_size: int) -> TextRequest:
 
 def read_tokenize(body: Any) -> tuple[str | None, TokenizeRequest]:
     """Read the model, if any is named, and the request in a parsed body; errors as of `read_chat`."""
-    fields = _fields(body)
+    fields = body_fields(body)
     model, names = fields.get("model", str), bool(fields.get("return_token_strs", bool))
     special = fields.get("add_special_tokens", bool)
     if fields.take("messages") is None:
@@ -128,13 +130,14 @@ def read_tokenize(body: Any) -> tuple[str | None, TokenizeRequest]:
 
 def read_detokenize(body: Any, vocab_size: int) -> tuple[str | None, tuple[int, ...]]:
     """Read the model, if any is named, and the token ids in a parsed body; errors as of `read_chat`."""
-    fields = _fields(body)
+    fields = body_fields(body)
     model, tokens = fields.get("model", str), token_ids(fields.required("tokens", list), vocab_size, "tokens")
     refuse_unread(fields)
     return model, tokens
 
 
-def _fields(body: Any) -> Fields:
+def body_fields(body: Any) -> Fields:
+    """Return the fields of a parsed body, which must be an object."""
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_type", f"the body is {shorten(body)}; give a JSON object")
     return Fields(body)
@@ -205,7 +208,7 @@ def _message(value: dict[str, Any], path: str) -> Message:
     calls = fields.get("tool_calls", list) or []
     if calls and role != "assistant":
         refuse(path + "tool_calls", f"are of the assistant; the role is {role!r}")
-    content = _content(fields.take("content"), path + "content")
+    content = text_of(fields.take("content"), path + "content")
     if content is None and role != "assistant":
         refuse(path + "content", "is missing; give a text", "missing_required_parameter")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
@@ -222,15 +225,15 @@ def _message(value: dict[str, Any], path: str) -> Message:
     return message
 
 
-def _content(value: Any, path: str) -> str | None:
-    """Text, or the text of all parts."""
+def text_of(value: Any, path: str, kinds: Collection[str] = ("text",)) -> str | None:
+    """Return a text, or the text of all parts, which must be of ``kinds``; None for none."""
     if value is None or isinstance(value, str):
         return value
     texts = []
     for index, part in enumerate(typed(value, list, path)):
         fields = Fields(typed(part, dict, f"{path}[{index}]"), f"{path}[{index}].")
         kind = fields.required("type", str)
-        if kind != "text":
+        if kind not in kinds:
             refuse(f"{path}[{index}].type", f"is {shorten(kind)}; only texts are supported")
         texts.append(fields.required("text", str))
     return "".join(texts)

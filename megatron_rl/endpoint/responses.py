@@ -9,11 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 
 from megatron_rl.endpoint.answers import Choice
+from megatron_rl.endpoint.dialects import BlockWriter
 from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.endpoint.options import Options
 from megatron_rl.endpoint.pending_calls import PendingCall
@@ -24,6 +25,8 @@ from megatron_rl.types import Completion, TokenScore
 @dataclass(frozen=True)
 class Envelope:
     """The common fields of all objects of one response."""
+
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     is_chat: bool
     """``/v1/chat/completions``, not ``/v1/completions``."""
@@ -75,6 +78,10 @@ class Envelope:
         """Return the event with the numbers of tokens."""
         return _event(self._object([], is_chunk=True, usage=usage))
 
+    def error(self, error: ApiError) -> bytes:
+        """Return the event for an error after the stream has begun."""
+        return _event(error.body)
+
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         return _event(self._object([choice], is_chunk=True, **more))
 
@@ -106,7 +113,7 @@ class Envelope:
 class Stream:
     """The events of one request: chunks of all its choices as they come, in any order between choices."""
 
-    def __init__(self, envelope: Envelope, in_text_thread: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, envelope: Envelope | BlockWriter, in_text_thread: Callable[..., Awaitable[Any]]) -> None:
         self._envelope, self._in_text_thread = envelope, in_text_thread
         self._changed: asyncio.Queue[int] = asyncio.Queue()
         """Indices of choices that have more tokens or are complete."""
@@ -129,9 +136,9 @@ class Stream:
             await self._write_choices(response, pending)
             if usage is not None:
                 await response.write(self._envelope.usage_chunk(usage()))
-            await response.write(_event("[DONE]"))
+            await response.write(self._envelope.end)
         except ApiError as error:
-            await response.write(_event(error.body))
+            await response.write(self._envelope.error(error))
         except ConnectionError:  # the client has hung up
             return response
         await response.write_eof()
@@ -239,4 +246,4 @@ def _finite(logprob: float) -> float:
 
 def _event(value: Any) -> bytes:
     """A server-sent event."""
-    return f"data: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n\n".encode()
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()

@@ -3,6 +3,7 @@
     GET  /health                       without a token
     GET  /v1/models, /v1/models/{model}
     POST /v1/chat/completions, /v1/completions
+    POST /v1/messages, /v1/messages/count_tokens, as Anthropic has them, and OpenAI's /v1/responses
     POST /tokenize, /detokenize        and GET /version, /metrics, as vLLM has them
     ...  /sessions/{session}/...       the same for a sample that is trained on
 """
@@ -19,12 +20,16 @@ from typing import Any, TypeVar
 import uvloop
 from aiohttp import web
 
+from megatron_rl.endpoint.dialects import BlockWriter, anthropic_messages, openai_responses, renaming
+from megatron_rl.endpoint.dialects.anthropic_messages import MessagesWriter, read_messages
+from megatron_rl.endpoint.dialects.openai_responses import ResponsesWriter, read_responses
 from megatron_rl.endpoint.fields import ApiError, parsed
 from megatron_rl.endpoint.pending_calls import PendingCall, PendingCalls
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest, read_chat, read_text
 from megatron_rl.endpoint.responses import Envelope, Stream, usage_of
 from megatron_rl.endpoint.tokens import TokenRoutes
 from megatron_rl.errors import ConfigError
+from megatron_rl.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 16 * 2**20
 _SHUTDOWN_SECONDS = 1.0
@@ -102,6 +107,9 @@ def create_app(pending: PendingCalls, token: str) -> web.Application:
         app.router.add_get(f"{prefix}/v1/models/{{model}}", routes.model)
         app.router.add_post(f"{prefix}/v1/chat/completions", routes.chat)
         app.router.add_post(f"{prefix}/v1/completions", routes.completions)
+        app.router.add_post(f"{prefix}/v1/messages", routes.messages)
+        app.router.add_post(f"{prefix}/v1/messages/count_tokens", tokens.count)
+        app.router.add_post(f"{prefix}/v1/responses", routes.responses)
         app.router.add_post(f"{prefix}/tokenize", tokens.tokenize)
         app.router.add_post(f"{prefix}/detokenize", tokens.detokenize)
     return app
@@ -133,22 +141,32 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer messages."""
-        return await self._answer(request, read_chat, self._pending.ask_chat)
+        return await self._answer(request, read_chat, self._pending.ask_chat, _envelope)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer prompts."""
-        return await self._answer(request, read_text, self._pending.ask_text)
+        return await self._answer(request, read_text, self._pending.ask_text, _envelope)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Answer messages of Anthropic's API."""
+        with renaming(anthropic_messages.NAMES):
+            return await self._answer(request, read_messages, self._pending.ask_chat, MessagesWriter)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """Answer items of OpenAI's Responses API."""
+        with renaming(openai_responses.NAMES):
+            return await self._answer(request, read_responses, self._pending.ask_chat, ResponsesWriter)
 
     async def _answer(
         self, request: web.Request, read: Callable[..., AnyRequest],
         ask: Callable[[str | None, AnyRequest, Any], Awaitable[list[PendingCall]]],
+        writer: Callable[[AnyRequest, Tokenizer], Envelope | BlockWriter],
     ) -> web.StreamResponse:  # fmt: skip
         in_text_thread, tokenizer = self._pending.in_text_thread, self._pending.tokenizer
         read = partial(read, vocab_size=tokenizer.vocab_size)
         asked = await in_text_thread(parsed, await request.read(), read)
         self._pending.check_model(asked.model)
-        options = asked.options
-        envelope = Envelope(isinstance(asked, ChatRequest), asked.model, tokenizer, options, asked.echo)
+        options, envelope = asked.options, writer(asked, tokenizer)
         stream = Stream(envelope, in_text_thread) if options.stream else None
         calls = await ask(request.match_info.get("session"), asked, stream and stream.add_tokens)
         usage = partial(usage_of, calls, options.n)
@@ -169,6 +187,10 @@ class Routes:
         return web.Response(text=response, content_type="application/json")
 
 
+def _envelope(asked: ChatRequest | TextRequest, tokenizer: Tokenizer) -> Envelope:
+    return Envelope(isinstance(asked, ChatRequest), asked.model, tokenizer, asked.options, asked.echo)
+
+
 async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
@@ -178,8 +200,9 @@ def _asking_for(token: str) -> Callable[[web.Request, Handler], Awaitable[web.St
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path != "/health" and not hmac.compare_digest(given, expected):
+        keys = request.headers.get("Authorization", ""), f"Bearer {request.headers.get('x-api-key', '')}"
+        given = [hmac.compare_digest(key.encode("utf-8", "surrogateescape"), expected) for key in keys]
+        if request.path != "/health" and not any(given):
             raise ApiError(401, "invalid_api_key", "the token is missing or wrong: give it as the API key")
         return await handler(request)
 
@@ -188,7 +211,7 @@ def _asking_for(token: str) -> Callable[[web.Request, Handler], Awaitable[web.St
 
 @web.middleware
 async def _answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """All errors have OpenAI's form."""
+    """All errors have the form that the route's clients read."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -200,4 +223,6 @@ async def _answering_errors(request: web.Request, handler: Handler) -> web.Strea
         answer = ApiError(405, "method_not_allowed", f"{request.method} is not for {request.path}; {allowed} is")
     except web.HTTPNotFound:
         answer = ApiError(404, "not_found", f"there is no {request.path[:200]}; see /v1/models, /v1/chat/completions")
-    return web.json_response(answer.body, status=answer.status)
+    is_anthropic = anthropic_messages.is_messages(request.path)
+    body = anthropic_messages.error_body(answer) if is_anthropic else answer.body
+    return web.json_response(body, status=answer.status)

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from megatron_rl import __version__
+from megatron_rl.endpoint.dialects import anthropic_messages, renaming
+from megatron_rl.endpoint.dialects.anthropic_messages import read_count
 from megatron_rl.endpoint.fields import parsed
 from megatron_rl.endpoint.pending_calls import PendingCalls
 from megatron_rl.endpoint.protocol import TokenizeRequest, read_detokenize, read_tokenize
@@ -33,6 +35,17 @@ class TokenRoutes:
         """Show the tokens of a text, or of the prompt that a chat becomes as a first call."""
         environment = self._pending.session(request.match_info.get("session")).environment
         return await self._answer(request, read_tokenize, partial(self._tokens, environment))
+
+    async def count(self, request: web.Request) -> web.Response:
+        """Show how many tokens the prompt of a message has, in Anthropic's form."""
+        environment = self._pending.session(request.match_info.get("session")).environment
+        read = partial(read_count, vocab_size=self._pending.tokenizer.vocab_size)
+
+        def shown(asked: TokenizeRequest) -> dict[str, Any]:
+            return {"input_tokens": self._tokens(environment, asked)["count"]}
+
+        with renaming(anthropic_messages.NAMES):
+            return await self._answer(request, read, shown)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """Show the text of tokens, special ones by name."""
