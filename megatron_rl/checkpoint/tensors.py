@@ -165,14 +165,14 @@ def _quiet() -> Iterator[None]:
 # -- which weights they are ------------------------------------------------------------------------
 
 
-def fingerprints(policy: PolicyModel, groups: ParallelGroups) -> dict[str, str]:
-    """Return fingerprints of the model's weights by number format, adapters left out; collective in a model copy.
+def fingerprints(policy: PolicyModel, groups: ParallelGroups, with_adapters: bool = False) -> dict[str, str]:
+    """Return fingerprints of the model's weights by number format; collective in a model copy.
 
     A run in bf16 knows that of bf16 alone, one in fp32 both: so the two can be compared.
     """
     formats = {policy.dtype, torch.bfloat16}
     return {
-        str(dtype).removeprefix("torch."): f"{weights_fingerprint(policy, groups, dtype, with_adapters=False):016x}"
+        str(dtype).removeprefix("torch."): f"{weights_fingerprint(policy, groups, dtype, with_adapters):016x}"
         for dtype in sorted(formats, key=str)
     }
 

@@ -180,7 +180,7 @@ class RLConfig:
     @property
     def wants_teacher(self) -> bool:
         """The run needs a teacher."""
-        return self.training.perform_rl_step and self.teacher.rl_teacher_load_hf is not None
+        return self.training.perform_rl_step and self.teacher.given is not None
 
     @property
     def total_steps(self) -> int:

@@ -112,6 +112,8 @@ def _absent(config: RLConfig) -> Iterator[Problem]:
 
 def teacher_of(config: RLConfig, world_size: int) -> RLConfig:
     """Put the teacher in the policy's place; ``ConfigError`` if its ``config.json`` cannot be used."""
+    if config.teacher.rl_teacher_load_hf is None:  # adapters on the policy's base
+        return replace(config, quantization=QuantizationConfig(), teacher=TeacherConfig())
     settings = read_model(config.teacher.rl_teacher_load_hf).architecture.settings()
     settings["group_query_attention"] = True  # megatron ignores the number of groups without it
     if settings["num_experts"] is None:  # dense layers lie on every rank that the policy's experts are shared by
@@ -122,7 +124,7 @@ def teacher_of(config: RLConfig, world_size: int) -> RLConfig:
 
 def teacher_layout_problems(config: RLConfig) -> list[Problem]:
     """Say why the teacher cannot have the run's layout and lengths; raises as `teacher_of`."""
-    if not config.wants_teacher:
+    if not config.wants_teacher or config.teacher.rl_teacher_load_hf is None:
         return []
     size = config.model_parallel_size  # a fault of the number of ranks is the policy's too
     known = {problem.text for problem in broken_rules(config, size, _RULES_OF_A_TEACHER)}

@@ -151,6 +151,9 @@ class TeacherConfig:
     rl_teacher_load_hf: str | None = flag(None, path=True)
     """Teacher model for on-policy distillation: a Hugging Face directory or a name on the hub, of any size and
     supported family, with the policy's tokenizer."""
+    rl_teacher_lora: str | None = flag(None, path=True)
+    """Teacher as adapters on the policy's frozen base, in the same memory: a directory in PEFT's format. Needs
+    --lora-rank."""
     rl_teacher_as: Literal["advantage", "loss"] = flag("advantage")
     """How a token's teacher minus student log-prob is used: added to its advantage, or as a KL term in the loss."""
     rl_teacher_weight: float = flag(1.0, gt=0, le=1000)
@@ -159,6 +162,12 @@ class TeacherConfig:
     """Estimator of that KL term: k2 has the gradient of KL(student, teacher), k3 that of KL(teacher, student)."""
     rl_reward_weight: float = flag(1.0, ge=0, le=1000)
     """Weight of the rewards' advantage beside a teacher; 0 learns from the teacher alone."""
+
+    @property
+    def given(self) -> str | None:
+        """The setting that names the teacher; None without one."""
+        names = ("rl_teacher_load_hf", "rl_teacher_lora")
+        return next((name for name in names if getattr(self, name) is not None), None)
 
 
 def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
@@ -259,7 +268,7 @@ def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         text = f"leaves no step of {steps} that trains the policy; use at most {steps - 1}, or a longer run"
         yield "rl_critic_warmup_steps", text
     if config.wants_teacher:
-        yield "rl_teacher_load_hf", "with a critic is not built; use one of the two"
+        yield config.teacher.given, "with a critic is not built; use one of the two"
     if critic.rl_critic_lora_rank is not None and config.lora.lora_rank is None:
         yield "rl_critic_lora_rank", "needs a policy whose base stays as it is; add --lora-rank, or leave this out"
     if critic.rl_critic_lora_rank is not None and critic.rl_critic_load_hf is not None:
@@ -274,12 +283,16 @@ def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 def teacher_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Report flags that have no effect without a teacher, and programs without samples to score."""
-    teacher = config.teacher
-    if teacher.rl_teacher_load_hf is None:
+    teacher, given = config.teacher, config.teacher.given
+    if given is None:
         names = TeacherConfig.__dataclass_fields__
         yield from without_effect(config, names, "a teacher; add --rl-teacher-load-hf DIR, or leave this out")
         return
+    if teacher.rl_teacher_load_hf is not None and teacher.rl_teacher_lora is not None:
+        yield "rl_teacher_lora", "and --rl-teacher-load-hf are two teachers; use one of the two"
+    if teacher.rl_teacher_lora is not None and config.lora.lora_rank is None:
+        yield "rl_teacher_lora", "needs a policy whose base stays as it is; add --lora-rank, or --rl-teacher-load-hf"
     if not config.training.perform_rl_step and not config.training.eval_only:
-        yield "rl_teacher_load_hf", "scores what the policy samples: add --perform-rl-step, or leave it out"
+        yield given, "scores what the policy samples: add --perform-rl-step, or leave it out"
     if teacher.rl_teacher_as == "advantage" and "rl_teacher_kl_estimator" in config.typed:
         yield "rl_teacher_kl_estimator", "has no effect with --rl-teacher-as advantage; use --rl-teacher-as loss"

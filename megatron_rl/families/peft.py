@@ -51,6 +51,12 @@ def settings_of(directory: str | Path) -> dict[str, Any]:
     return {"lora_rank": rank, "lora_alpha": alpha, "lora_targets": targets}
 
 
+def lora_at(directory: str | Path) -> Lora:
+    """Return the adapters that a directory in PEFT's format holds; raises as `settings_of`."""
+    found = settings_of(directory)
+    return Lora(found["lora_rank"], found["lora_alpha"], found["lora_targets"], 0.0)
+
+
 def config_of(lora: Lora, parts: list[LowRank], base: str) -> dict[str, Any]:
     """Return ``adapter_config.json`` of the adapters ``parts``; ``base`` is the model's directory or name."""
     ranks = {rf"experts\.\d+\.{name}": p.rank for p in parts if p.rank != lora.rank for name in p.adapted}

@@ -7,22 +7,26 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.extension import Function, advantage_of, filter_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.checkpoint.hf.load import load_hf
+from megatron_rl.checkpoint.hf.peft import load_peft
 from megatron_rl.checkpoint.state import StateRegistry
 from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.environments.config import list_text
 from megatron_rl.families import read_model
+from megatron_rl.families.peft import lora_at
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine, StagedRouting
 from megatron_rl.models.attention.kv_format import rounded_attention
 from megatron_rl.models.gpt import PolicyModel, build_model
+from megatron_rl.models.lora import adapt
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups
@@ -43,8 +47,10 @@ from megatron_rl.run.generation import (
     stop_strings,
 )
 from megatron_rl.run.memory.phases import out_of_memory_reported
+from megatron_rl.run.preflight.starts import family_weights
 from megatron_rl.run.resume import PromptFormats
 from megatron_rl.run.training import TrainingRun, assemble, start_training
+from megatron_rl.run.weights import share_base
 from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.parity import ParityGate
@@ -191,7 +197,7 @@ def build_scorer(
 
 
 def build_teacher(base: Run, states: StateRegistry) -> Teacher | None:
-    """Build the model of `--rl-teacher-load-hf`, in the policy's layout; collective. A resumed run compares it.
+    """Build the model that scores the samples, None without one; collective. A resumed run compares it.
 
     Raises:
         CheckpointError: its files are damaged, or it is not the teacher that the run began with.
@@ -199,15 +205,34 @@ def build_teacher(base: Run, states: StateRegistry) -> Teacher | None:
     config, groups = base.config, base.groups
     if not config.wants_teacher:
         return None
-    path = config.teacher.rl_teacher_load_hf
-    logger.info("teacher: %s", path)
-    model = build_model(teacher_of(config, groups.world_size), current_platform(), base.policy.vocab_size)
-    load_hf(read_model(path), model, groups)
+    whole, adapters = config.teacher.rl_teacher_load_hf, config.teacher.rl_teacher_lora
+    logger.info("teacher: %s", whole or f"adapters {adapters} on the policy's base")
+    model = build_teacher_model(config, base.policy, groups)
+    # What is the policy's memory too stays where it is.
+    stays = whole is None or "teacher" in config.rollout.rl_keep_in_rollouts
+    weights = fingerprints(model, groups, with_adapters=True)
+    teacher = Teacher(model, build_scorer(config, model, groups), whole or adapters, weights, stays)
+    return states.register("teacher", teacher, optional=True)
+
+
+def build_teacher_model(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> PolicyModel:
+    """Build the frozen teacher in the policy's layout, of a directory of its own or adapters on the policy's base.
+
+    Raises:
+        CheckpointError: its files are damaged.
+    """
+    model = build_model(teacher_of(config, groups.world_size), current_platform(), policy.vocab_size)
+    adapters = config.teacher.rl_teacher_lora
+    if adapters is None:
+        load_hf(read_model(config.teacher.rl_teacher_load_hf), model, groups)
+    else:
+        lora = lora_at(adapters)
+        share_base(policy, model)
+        adapt(model, config, lora, groups)
+        load_peft(Path(adapters), model, lora, family_weights(config), groups)
     for gpt in model.chunks:
         gpt.eval().requires_grad_(False)
-    stays = "teacher" in config.rollout.rl_keep_in_rollouts
-    teacher = Teacher(model, build_scorer(config, model, groups), path, fingerprints(model, groups), stays)
-    return states.register("teacher", teacher, optional=True)
+    return model
 
 
 def build_advantage(config: RLConfig) -> Function:

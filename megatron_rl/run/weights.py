@@ -104,12 +104,13 @@ def first_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) 
     return Optimization(critic, critic_config(config))
 
 
-def share_base(policy: PolicyModel, critic: PolicyModel) -> None:
-    """Let all of the critic's weights but its head be the memory that the policy's lie in; both are laid out alike."""
-    for own, theirs in zip(critic.chunks, policy.chunks, strict=True):
+def share_base(policy: PolicyModel, other: PolicyModel) -> None:
+    """Let ``other`` have its weights in the policy's memory, but a value head; both are laid out alike."""
+    has_value_head = any(parameter.is_value_head for parameter in other.layout.parameters)
+    for own, theirs in zip(other.chunks, policy.chunks, strict=True):
         weights = dict(theirs.named_parameters())
         for name, parameter in own.named_parameters():
-            if not name.startswith("output_layer."):
+            if not (has_value_head and name.startswith("output_layer.")):
                 parameter.data = weights[name].data
 
 

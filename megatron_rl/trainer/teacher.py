@@ -70,7 +70,7 @@ class Teacher:
         both = state["weights"].keys() & self._weights.keys()
         if not both or any(state["weights"][name] != self._weights[name] for name in both):
             raise CheckpointError(
-                f"--rl-teacher-load-hf {self._path} has other weights than the teacher {state['path']} had when the "
+                f"the teacher {self._path} has other weights than the teacher {state['path']} had when the "
                 "run began; name a directory that has them, or begin a new run with --load and --finetune"
             )
 

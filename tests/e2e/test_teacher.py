@@ -90,4 +90,4 @@ def test_another_teacher_cannot_take_the_run_over(runs, workshop, warm_start):
     shutil.copytree(workshop.run_dir("halved"), workshop.run_dir("taken_over"))
     flags = VARIANTS["mixed"] | {"pretrained_checkpoint": warm_start, "train_iters": 6, "rl_teacher_load_hf": other}
     (outcome,) = run_many([workshop.rl("taken_over", resume=True, **flags)])
-    assert f"--rl-teacher-load-hf {other} has other weights than the teacher" in outcome.check(1).output
+    assert f"the teacher {other} has other weights than the teacher" in outcome.check(1).output

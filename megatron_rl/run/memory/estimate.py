@@ -15,6 +15,8 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import Problem
 from megatron_rl.families import ModelLayout
+from megatron_rl.families.lora import adapters_of
+from megatron_rl.families.peft import lora_at
 from megatron_rl.metrics.console import format_table
 from megatron_rl.quantization.shapes import storage_of
 from megatron_rl.run.memory.estimate_parts import (
@@ -146,7 +148,8 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
     number, keeps = 2 if config.precision.bf16 else FP32, config.rollout.rl_keep_in_rollouts
     offloads = config.rollout.rl_offload_optimizer_during_inference
     waits_on_host = offloads and sizes.cache_slots > 0
-    keeps_gradients, keeps_teacher = "gradients" in keeps, "teacher" in keeps
+    keeps_gradients = "gradients" in keeps
+    keeps_teacher = "teacher" in keeps or config.teacher.rl_teacher_lora is not None
     read, storage = read_in_rollouts(config, layout), storage_of(config.quantization.rl_rollout_quantization)
     linears = () if storage is None else quantized_linears(config, layout)
     quantized = sum(storage.stored_bytes(each.rows, each.columns) for each in linears)
@@ -182,7 +185,11 @@ def _teacher(config: RLConfig, world_size: int, vocab_size: int, stage: int, num
         return 0, 0
     own = teacher_of(config, world_size)
     layout = own.layout(vocab_size, stage)
-    weights = sum(parameter.size for parameter in layout.parameters) * number
+    if config.teacher.rl_teacher_lora is None:
+        weights = sum(parameter.size for parameter in layout.parameters) * number
+    else:  # the base is the policy's
+        parts = adapters_of(layout, lora_at(config.teacher.rl_teacher_lora))
+        weights = sum(each.size for part in parts for each in (part.a, part.b)) * number
     activations = activation_elements(own, layout, stage) // len(layout.layers) * number
     return weights, activations + training_logits(own, layout, number, learns=False)
 

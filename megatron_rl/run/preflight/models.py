@@ -19,9 +19,9 @@ _FREE = {"vocab_size", "max_position_embeddings", "init_method_std"}
 def teacher_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
     """Report everything that is wrong with the teacher; nothing without one."""
     problems: list[Problem] = []
-    if not config.wants_teacher:
-        return problems
     directory = config.teacher.rl_teacher_load_hf
+    if directory is None:
+        return problems  # adapters on the policy's base: `starts.adapter_problems`
     with collecting(problems, _TEACHER):
         model = read_model(directory, weights=True)
         problems += [Problem(None, line).under(_TEACHER) for line in weight_problems(model)]

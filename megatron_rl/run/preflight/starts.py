@@ -13,7 +13,7 @@ from megatron_rl.config.records import names_several
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError, ConfigError, Problem, collecting
 from megatron_rl.families import ModelLayout, WeightMap, model_directory, read_model, weight_problems
-from megatron_rl.families.peft import file_problems
+from megatron_rl.families.peft import file_problems, lora_at
 from megatron_rl.families.weights import decoder_weights
 from megatron_rl.tokenizer import Tokenizer
 
@@ -64,14 +64,17 @@ def family_weights(config: RLConfig) -> WeightMap:
 
 
 def adapter_problems(config: RLConfig) -> list[Problem]:
-    """Report tensors of `--load-lora` that are not those of adapters of this model."""
-    lora, problems = lora_of(config), []
-    if lora is None or config.lora.load_lora is None or not config.model.is_complete:
+    """Report tensors of `--load-lora` and `--rl-teacher-lora` that are not those of adapters of this model."""
+    problems: list[Problem] = []
+    if lora_of(config) is None or not config.model.is_complete:
         return problems
-    with collecting(problems, "--load-lora"):
-        whole = ModelLayout.of(config.architecture())  # of all stages and experts: the files are of no rank
-        found = file_problems(Path(config.lora.load_lora), whole, lora, family_weights(config))
-        problems += [Problem(None, line).under("--load-lora") for line in found]
+    whole = ModelLayout.of(config.architecture())  # of all stages and experts: the files are of no rank
+    named = {"--load-lora": config.lora.load_lora, "--rl-teacher-lora": config.teacher.rl_teacher_lora}
+    for name, directory in named.items():
+        with collecting(problems, name):
+            if directory is not None:
+                found = file_problems(Path(directory), whole, lora_at(directory), family_weights(config))
+                problems += [Problem(None, line).under(name) for line in found]
     return problems
 
 
