@@ -108,6 +108,10 @@ class Grade:
     message: str = field(default="", kw_only=True)
     continuation: Continuation | None = field(default=None, kw_only=True)
     """Set when the conversation goes on; ``reward`` is then its worth if it cannot."""
+    turn_reward: float = field(default=0.0, kw_only=True)
+    """`Step.turn_reward` of the turn that was judged."""
+    completion_rewards: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Of a harness: rewards of single answers by the ``id`` of their completion, added to ``reward``."""
 
     @property
     def failed(self) -> bool:
@@ -145,6 +149,8 @@ class Step:
     reward: float | Grade | None = None
     """What the conversation is worth if it ends with this turn, as it may for lack of room. None is the environment's
     lowest reward; not allowed when ``done``."""
+    turn_reward: float = 0.0
+    """Reward of this turn alone. The sample's reward is ``reward`` at the end and those of all turns together."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +243,8 @@ class Completion:
     older: tuple[tuple[int, int], ...] = ()
     """``(version, end)`` of each stretch at the beginning that an older policy drew: with ((3, 2), (4, 7)) and
     ``policy_version`` 6, tokens 0 and 1 are of version 3, tokens 2 to 6 of version 4, and the others of version 6."""
+    turn_rewards: tuple[float, ...] = ()
+    """One for each turn, the last with what the environment gave at the end; empty where no turn had its own."""
     cached_tokens: int = field(default=0, compare=False)
     """Prompt tokens found in the KV cache; depends on what else was drawn."""
     scores: tuple[TokenScore, ...] = field(default=(), compare=False)

@@ -47,6 +47,21 @@ class StepRewards:
     """[N, R] fp32: the rewards that the advantage names (`reward_names`); None where it names none."""
     policy_version: int = 0
     """Of the policy at the beginning of the step: how many steps have changed it."""
+    turns: TurnRewards | None = None
+    """With --rl-turn-discount."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRewards(StepRewards):
+    """The same with turns in place of samples: index n is turn n of the step, its reward a discounted return.
+
+    Groups are the turns of one number in the samples of one task. An advantage that is made of them is of turns.
+    """
+
+    own: Tensor
+    """[N] fp32: the rewards of single turns; the last has what was given at the end, too."""
+    discount: float
+    """Of the next turn's return."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,8 @@ class Sample:
     """Tokens that the policy wrote in the sample's other sequences, wherever these are."""
     truncated: Annotated[bool | Tensor, FieldSpec(torch.bool, per_token=False)] = False
     """The sequence was cut at its length limit."""
+    turn: Annotated[Tensor | None, FieldSpec(torch.int64, padding=-1)] = None
+    """[L] int64: the turn's index in `TurnRewards`, -1 where the policy did not write; None without them."""
 
     @property
     def length(self) -> int:
@@ -225,7 +242,14 @@ class TokenBatch(LossInputs):
         return torch.zeros_like(self.versions) if self.step is None else self.step.policy_version - self.versions
 
     def of_samples(self, values: Tensor) -> Tensor:
-        """Give each token the value of its sample: [N] on the CPU -> [T] fp32 on the batch's device."""
+        """Give each token the value of its sample: [N] on the CPU -> [T] fp32 on the batch's device.
+
+        Where ``step`` is of turns, the value of its turn; 0 where the policy did not write.
+        """
+        if isinstance(self.step, TurnRewards):
+            if self.samples.turn is None:  # a batch without loss
+                return torch.zeros_like(self.loss_mask)
+            return torch.cat([values.float(), torch.zeros(1)]).to(self.loss_mask.device)[self.samples.turn]
         own = values[torch.tensor(self.samples.sample_id, dtype=torch.int64)].float()
         own = torch.cat([own, own.new_zeros(len(self.packing.lengths) - own.numel())])
         return own.to(self.sequence_index.device)[self.sequence_index]

@@ -68,6 +68,8 @@ class Extension(Options):
     """Of a correction: whether tokens are weighed one by one or all tokens of a sequence alike."""
     BASELINE: ClassVar[Baseline] = "group"
     """Of an advantage: decides which groups are dropped as uninformative, and whether a group may be of one sample."""
+    BY_TURN: ClassVar[bool] = True
+    """Of an advantage: whether it may be of turns, with returns in place of rewards (--rl-turn-discount)."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
         """Compute the terms without waiting for the device.

@@ -84,6 +84,9 @@ class AlgorithmConfig:
     """Advantage estimator: relative to the group, to the whole step, or to a critic (gae). A name or file.py:NAME."""
     rl_advantage_args: tuple[str, ...] = flag(())
     """Options of the advantage estimator, name=value."""
+    rl_turn_discount: float | None = flag(None, ge=0, le=1)
+    """Rewards by turn: a turn has its reward and this share of the next turn's return, and its own advantage. Default:
+    off, all tokens of a sample have the sum of its rewards."""
     rl_gamma: float | None = flag(None, ge=0, le=1)
     """Discount factor of GAE, per token (default 1)."""
     rl_gae_lambda: float | None = flag(None, ge=0, le=1)
@@ -224,6 +227,11 @@ def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "grpo_group_size", (
             f": the advantage {algorithm.rl_advantage} compares the completions of one prompt, and one alone has none; "
             "use 2 or more, or --rl-advantage gae, batch_norm or reinforce_plus_plus"
+        )
+    if algorithm.rl_turn_discount is not None and _stated(ADVANTAGES, algorithm.rl_advantage, "BY_TURN") is False:
+        yield "rl_turn_discount", (
+            f"with --rl-advantage {algorithm.rl_advantage}, which is defined for the reward of a whole sample; use "
+            "grpo, dr_grpo, rloo, gae or another one, or leave it out"
         )
     if algorithm.rl_inference_logprobs_is_correction and algorithm.rl_correction != "token_tis":
         text = f"means token_tis, but --rl-correction is {algorithm.rl_correction}; keep one of them"

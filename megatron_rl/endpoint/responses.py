@@ -18,6 +18,7 @@ from megatron_rl.endpoint.dialects import BlockWriter
 from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.endpoint.options import Options
 from megatron_rl.endpoint.pending_calls import PendingCall
+from megatron_rl.endpoint.sessions import ID_LENGTH
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, TokenScore
 
@@ -35,7 +36,7 @@ class Envelope:
     options: Options
     echo: bool = False
     """The prompt stands before each answer."""
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str = field(default_factory=lambda: secrets.token_hex(ID_LENGTH // 2))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(

@@ -169,6 +169,7 @@ class Routes:
         options, envelope = asked.options, writer(asked, tokenizer)
         stream = Stream(envelope, in_text_thread) if options.stream else None
         calls = await ask(request.match_info.get("session"), asked, stream and stream.add_tokens)
+        calls[0].session.completions[envelope.id] = [call.call.number for call in calls]
         usage = partial(usage_of, calls, options.n)
         try:
             if stream is not None:

@@ -29,6 +29,8 @@ from megatron_rl.json_text import parse_json
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
 
+ID_LENGTH = 24
+"""Characters of a response's id without what its route puts before them."""
 _SEPARATOR = b"\n"
 """Between messages in the fingerprint of a history."""
 
@@ -59,6 +61,8 @@ class SessionEnd:
     """Calls whose history has assistant messages that nobody sampled here, those of the first call aside."""
     calls: tuple[int, ...]
     """Those with answers, in the order asked."""
+    completions: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The answered calls of each response, by the last `ID_LENGTH` characters of its id: one a choice."""
 
 
 @dataclass
@@ -84,6 +88,8 @@ class Session:
         """``environment`` may have its own settings of chats; without ``id`` it holds one request that is not kept."""
         self.environment, self.id = environment, id
         self._tokenizer = tokenizer
+        self.completions: dict[str, Sequence[int]] = {}
+        """Calls of each response, see `SessionEnd.completions`."""
         self._nodes: dict[int, _Node] = {}
         """By number of the call, in the order asked."""
         self._histories: dict[bytes, list[int]] = {}
@@ -98,7 +104,8 @@ class Session:
     def end(self) -> SessionEnd:
         """Return what came of the session; the sample has its reward."""
         answered = {number: node for number, node in self._nodes.items() if node.completion is not None}
-        return SessionEnd(sum(node.is_edited for node in answered.values()), tuple(answered))
+        named = {id: calls for id, calls in dict(self.completions).items() if answered.keys() >= set(calls)}
+        return SessionEnd(sum(node.is_edited for node in answered.values()), tuple(answered), named)
 
     # -- a call comes ----------------------------------------------------------------------------
 

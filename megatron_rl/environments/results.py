@@ -38,7 +38,7 @@ def judge(environment: Environment, item: Item) -> Grade:
     """Return the environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
     ``continuation`` unless the conversation ends here."""
     if len(item) == 2:
-        return grade_or_failure(environment, item[0], lambda: checked_grade(environment.grade(*item)))
+        return grade_or_failure(environment, item[0], lambda: _graded(environment.grade(*item)))
     return grade_or_failure(environment, item[0], lambda: _answer(environment, environment.step(*item)))
 
 
@@ -59,12 +59,21 @@ def grade_or_failure(environment: Environment, task: Task, ask: Callable[[], Gra
 def _answer(environment: Environment, step: Step) -> Grade:
     if not isinstance(step, Step):
         return failed("environment_exception", f"step returned a {type(step).__name__}, not a Step")
-    if step.done:
-        return checked_grade(step.reward)
-    result = checked_grade(environment.reward_range[0] if step.reward is None else step.reward)
-    if result.failed:
+    if isinstance(step.turn_reward, bool) or not _is_finite(step.turn_reward):
+        return failed("invalid_reward", f"the turn_reward is {step.turn_reward!r:.80}, no finite number")
+    unfinished = environment.reward_range[0] if step.reward is None else step.reward
+    result = replace(_graded(step.reward if step.done else unfinished), turn_reward=float(step.turn_reward))
+    if result.failed or step.done:
         return result
     return replace(result, continuation=continuation_of(step.messages, step.state))
+
+
+def _graded(verdict: object) -> Grade:
+    """The checked grade of an environment that does not call the model itself."""
+    result = checked_grade(verdict)
+    if result.completion_rewards:
+        return failed("invalid_reward", "completion_rewards are of harnesses; give Step(turn_reward=...)")
+    return result
 
 
 def continuation_of(messages: object, state: object) -> Continuation:
@@ -110,17 +119,23 @@ def checked_grade(verdict: object) -> Grade:
     if isinstance(grade.reward, bool) or not _is_finite(grade.reward):
         kind = type(grade.reward).__name__
         return failed("invalid_reward", f"the reward is {grade.reward!r} of type {kind}, no finite number")
-    if not isinstance(grade.metrics, Mapping):
-        return failed("invalid_reward", f"the metrics are of type {type(grade.metrics).__name__}, not a mapping")
-    for name, value in grade.metrics.items():
-        if not isinstance(name, str) or not _is_finite(value):
-            return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
+    for what in ("metrics", "completion_rewards"):
+        numbers = getattr(grade, what)
+        if not isinstance(numbers, Mapping):
+            return failed("invalid_reward", f"the {what} are of type {type(numbers).__name__}, not a mapping")
+        for name, value in numbers.items():
+            if not isinstance(name, str) or not _is_finite(value):
+                return failed("invalid_reward", f"of the {what}, {name!r} is {value!r}, no finite number")
     if grade.correct not in (None, True, False):
         return failed("invalid_reward", f"correct is {grade.correct!r:.80}; it must be True, False or None")
-    metrics = {name: float(value) for name, value in grade.metrics.items()}
+    metrics, by_id = ({name: float(value) for name, value in numbers.items()} for numbers in (
+        grade.metrics, grade.completion_rewards,
+    ))  # fmt: skip
     extracted = None if grade.extracted is None else str(grade.extracted)
     correct = None if grade.correct is None else bool(grade.correct)
-    return Grade(float(grade.reward), metrics, str(grade.status), extracted, correct=correct)
+    return Grade(
+        float(grade.reward), metrics, str(grade.status), extracted, correct=correct, completion_rewards=by_id
+    )
 
 
 def _is_finite(value: object) -> bool:
@@ -146,6 +161,8 @@ def result_to_json(result: Grade) -> dict[str, Any]:
     if result.status:
         extracted = None if result.extracted is None else result.extracted[:MAX_EXTRACTED]
         shown |= {"verdict": result.status[:MAX_EXTRACTED], "extracted": extracted}
+    own = {"turn_reward": result.turn_reward, "completion_rewards": dict(result.completion_rewards)}
+    shown |= {name: value for name, value in own.items() if value}
     return shown | ({} if result.continuation is None else asdict(result.continuation))
 
 
@@ -154,7 +171,10 @@ def result_from_json(item: object, where: str = "result") -> Grade:
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
     told = (item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
-    result = checked_grade(Grade(*told, correct=item.get("correct")))
+    by_id = item.get("completion_rewards", {})
+    result = checked_grade(Grade(*told, correct=item.get("correct"), completion_rewards=by_id))
+    if not result.failed and "turn_reward" in item:
+        result = replace(result, turn_reward=float(read_key(item, "turn_reward", (int, float), where)))
     if not result.failed and "messages" in item:
         return replace(result, continuation=continuation_of(item["messages"], item.get("state")))
     return result

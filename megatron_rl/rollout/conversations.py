@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import EnvironmentFault
@@ -51,6 +51,8 @@ class _Conversation:
     state: Any = None
     reply: Sequence[int] = ()
     """What the model reads before its next turn."""
+    earned: list[float] = field(default_factory=list)
+    """Rewards of its turns; the leader of a model copy knows them, and the state."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -60,6 +62,13 @@ class _Conversation:
     def add_turn(self, turn: Completion) -> None:
         self.said, self.last = extended(self.said, self.reply, turn), turn
         self.turns += 1
+
+    def total(self, end: Grade) -> tuple[Grade, tuple[float, ...]]:
+        """Return the grade of the whole conversation, and the rewards of its turns if any had its own."""
+        if end.failed or not any(self.earned):
+            return end, ()
+        by_turn = (*self.earned[:-1], self.earned[-1] + end.reward)
+        return replace(end, reward=end.reward + sum(self.earned)), by_turn
 
 
 class Answer(NamedTuple):
@@ -71,6 +80,8 @@ class Answer(NamedTuple):
     """Empty at the end."""
     cut: bool
     """A reply found no room."""
+    turn_rewards: Sequence[float]
+    """See `Completion.turn_rewards`."""
     grade: Grade
 
 
@@ -189,8 +200,7 @@ class Conversations:
         environment, task = request.source.environment, request.source.task
         if not self.goes_on(request):
             grades = await self._grade(environment, [(task, self._transcript(c.said)) for c in conversations])
-            ends = zip(conversations, grades, strict=True)
-            return [Answer(request.index, c.sample, (), False, replace(grade, continuation=None)) for c, grade in ends]
+            return [self._last_answer(*ended) for ended in zip(conversations, grades, strict=True)]
         items = [(task, c.state, self._turn(c)) for c in conversations]
         results = zip(conversations, await self._grade(environment, items), strict=True)
         return [self._answer(conversation, result) for conversation, result in results]
@@ -216,10 +226,10 @@ class Conversations:
 
     def _answer(self, conversation: _Conversation, result: Grade) -> Answer:
         """Encode the reply, if there is one, and room for it and for something to say after it."""
-        place, going_on = (conversation.request.index, conversation.sample), result.continuation
-        result = replace(result, continuation=None)
+        going_on = result.continuation
+        conversation.earned.append(result.turn_reward)
         if going_on is None or self._speaks_last(conversation):
-            return Answer(*place, (), False, result)
+            return self._last_answer(conversation, result)
         said, source = conversation.last.token_ids, conversation.request.source
         ended = bool(said) and said[-1] in self._tokenizer.end_token_ids
         reply, problem = [], "the reply has no tokens"
@@ -228,15 +238,21 @@ class Conversations:
         except EnvironmentFault as fault:
             problem = str(fault)
         if len(conversation.token_ids) + len(reply) >= self._settings.max_sequence_length:
-            return Answer(*place, (), True, result)
+            return self._last_answer(conversation, result, is_cut=True)
         if not reply:
-            result = Grade(None, code="environment_exception", message=problem)
+            return self._last_answer(conversation, Grade(None, code="environment_exception", message=problem))
         conversation.state = going_on.state
-        return Answer(*place, reply, False, result)
+        return Answer(conversation.request.index, conversation.sample, reply, False, (), result)
+
+    @staticmethod
+    def _last_answer(conversation: _Conversation, result: Grade, is_cut: bool = False) -> Answer:
+        grade, by_turn = conversation.total(replace(result, continuation=None, turn_reward=0.0))
+        return Answer(conversation.request.index, conversation.sample, (), is_cut, by_turn, grade)
 
     def _end(self, answer: Answer) -> None:
         conversation = self._open.pop((answer.index, answer.sample))
-        said = replace(conversation.said, finish_reason="length") if answer.cut else conversation.said
+        said = replace(conversation.said, turn_rewards=tuple(answer.turn_rewards))
+        said = replace(said, finish_reason="length") if answer.cut else said
         self._finished.keep(conversation.request, answer.sample, Rollout(said, "", answer.grade))
 
     def _next_turn(self, answer: Answer) -> Request:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
-from megatron_rl.endpoint.sessions import SessionEnd
+from megatron_rl.endpoint.sessions import ID_LENGTH, SessionEnd
+from megatron_rl.errors import shorten
 from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
@@ -58,6 +59,10 @@ class _End(NamedTuple):
     sample: int
     calls: Sequence[int]
     """Those that the harness has got answers to."""
+    turn_rewards: Sequence[tuple[int, float]]
+    """Of single calls."""
+    at_end: float
+    """What the harness gave for the whole."""
     grade: Grade
 
 
@@ -160,7 +165,7 @@ class Harnesses:
             for session in sessions:
                 del self._sessions[session]
         return [
-            _End(request.index, sample, end.calls, self._judged(grade, end))
+            _End(request.index, sample, end.calls, *_by_call(self._judged(grade, end), end))
             for sample, end, grade in zip(samples, closed, grades, strict=True)
         ]
 
@@ -211,7 +216,7 @@ class Harnesses:
 
     def _end(self, end: _End) -> None:
         sample = self._open.pop((end.index, end.sample))
-        sequences = sample.trace.sequences(end.calls)
+        sequences = sample.trace.sequences(end.calls, dict(end.turn_rewards), end.at_end)
         if not sequences:
             nothing = Completion((), (), "stop", policy_version=0)
             self._finished.keep(sample.request, end.sample, Rollout(nothing, "", end.grade))
@@ -219,3 +224,18 @@ class Harnesses:
         first, *branches = sequences
         rollout = Rollout(first.completion, "", end.grade, first.prompt_ids, tuple(branches))
         self._finished.keep(sample.request, end.sample, rollout)
+
+
+def _by_call(grade: Grade, end: SessionEnd) -> tuple[list[tuple[int, float]], float, Grade]:
+    """Return the rewards of single calls, what was given for the whole, and the grade with their sum."""
+    if grade.failed or not grade.completion_rewards:
+        return [], 0.0, grade
+    rewards = []
+    for name, reward in grade.completion_rewards.items():
+        calls = end.completions.get(name[-ID_LENGTH:], ())
+        if len(calls) != 1:
+            why = f"has {len(calls)} choices" if calls else "is no completion of this sample"
+            return [], 0.0, Grade(None, code="invalid_reward", message=f"completion_rewards: {shorten(name)} {why}")
+        rewards.append((calls[0], reward))
+    total = grade.reward + sum(reward for _, reward in rewards)
+    return sorted(rewards), grade.reward, replace(grade, reward=total, completion_rewards={})

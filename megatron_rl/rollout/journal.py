@@ -264,6 +264,7 @@ def completion_of(record: Record, wants_routing: bool = False) -> Completion:
         fields["routing"] = torch.from_numpy(np.frombuffer(bytearray(base64.b64decode(text)), kind).reshape(shape))
     for pairs in ("environment_spans", "older"):
         fields[pairs] = tuple(map(tuple, record.get(pairs, ())))
+    fields["turn_rewards"] = tuple(record.get("turn_rewards", ()))
     return Completion(**fields)
 
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.types import Branch, Completion
@@ -68,8 +68,13 @@ class Trace:
         """Return the number of the model's turns before this one."""
         return self._turns[number].depth
 
-    def sequences(self, numbers: Collection[int] | None = None) -> list[Branch]:
+    def sequences(
+        self, numbers: Collection[int] | None = None, rewards: Mapping[int, float] | None = None, at_end: float = 0.0
+    ) -> list[Branch]:
         """List the sequences from roots to last turns; what the model wrote is in the completion of one of them.
+
+        With ``rewards``, of single turns by number, each has them in `Completion.turn_rewards`, and ``at_end`` in its
+        last turn besides.
 
         The longest first, of equally long ones by their tokens: harnesses that call several times at once are answered
         in any order, and the same samples are to be the same. Only answered turns count, and of these only ``numbers``.
@@ -82,12 +87,17 @@ class Trace:
         leaves = answered.keys() - {turn.after for turn in answered.values()}
         sequences, used = [], set()
         for leaf in sorted(leaves, key=lambda leaf: (-len(ids[leaf]), ids[leaf], leaf)):
-            own, number = [], leaf
+            own, earned, number = [], [], leaf
             while number is not None and number not in used:
                 own.append(answered[number])
+                earned.append((rewards or {}).get(number, 0.0))
                 used.add(number)
                 number = answered[number].after
-            sequences.append(_joined(own[::-1]))
+            joined = _joined(own[::-1])
+            if rewards:
+                earned[0] += at_end
+                joined = replace(joined, completion=_rewarded(joined.completion, own[::-1], earned[::-1]))
+            sequences.append(joined)
         return sequences
 
 
@@ -97,3 +107,14 @@ def _joined(turns: Sequence[_Turn]) -> Branch:
     for turn in turns[1:]:
         completion = extended(completion, turn.read, turn.completion)
     return Branch(turns[0].prompt_ids, completion)
+
+
+def _rewarded(completion: Completion, turns: Sequence[_Turn], earned: Sequence[float]) -> Completion:
+    """Return it with the rewards of its turns; a turn before which nothing was read is part of the one before it."""
+    by_turn: list[float] = []
+    for turn, reward in zip(turns, earned, strict=True):
+        if by_turn and not turn.read:
+            by_turn[-1] += reward
+        else:
+            by_turn.append(reward)
+    return replace(completion, turn_rewards=tuple(by_turn))

@@ -160,6 +160,7 @@ def build(base: Run) -> RLRun:
             masks_truncated=algorithm.rl_truncated == "mask",
             reward_names=getattr(advantage, "reward_names", ()),
             max_failed_share=config.environment.rl_max_failed_share,
+            turn_discount=algorithm.rl_turn_discount,
         ),
         trainer=PolicyTrainer(
             start.optimization, scorer, build_advantage(config), PolicyObjective.of(config),

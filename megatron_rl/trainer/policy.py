@@ -13,6 +13,7 @@ from megatron_rl.algorithms import StepRewards, TokenBatch
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
+from megatron_rl.algorithms.turns import by_turn
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.lora import without_adapters
@@ -167,7 +168,9 @@ class PolicyTrainer:
         ]
 
     def _with_advantages(self, batch: TokenBatch) -> TokenBatch:
-        judged, penalties = with_kl_in_reward(batch, self.reward_kl_beta) if self.reward_kl_beta else (batch, {})
+        judged, penalties = by_turn(batch), {}
+        if self.reward_kl_beta:
+            judged, penalties = with_kl_in_reward(judged, self.reward_kl_beta)
         advantages, sums = self.advantage(judged)
         critic = batch.critic and replace(batch.critic, returns=self.advantage.returns(judged, advantages).detach())
         return replace(batch, advantages=advantages.detach(), advantage_sums=sums | penalties, critic=critic)

@@ -35,15 +35,17 @@ def answer_to(task: Task, state: Any, turn: Turn) -> Grade:
     checksum = zlib.crc32(f"{task.id}/{turn.number}/{turn.text}".encode())
     reward = sum(letter <= "m" for letter in turn.text) / max(len(turn.text), 1)
     if checksum % 3 == 0:
-        return Grade(reward)
+        return Grade(reward, turn_reward=checksum % 5 / 4)
     reply = {"role": "user", "content": REPLY[: 1 + checksum % 2]}
-    return Grade(reward, continuation=Continuation((reply,), turn.number + 1))
+    going_on = Continuation((reply,), turn.number + 1)
+    return Grade(reward, continuation=going_on, turn_reward=checksum % 5 / 4)
 
 
 def talk(tensor_size: int, **changes: Any) -> dict[str, Any]:
     """Two steps of training on conversations: what was said in them, and the metrics."""
     groups = join(tensor_size, **changes)
-    config = toy_config(groups, {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, **changes})
+    flags = {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, "rl_turn_discount": 0.5}
+    config = toy_config(groups, flags | changes)
     settings = ConversationSettings({"toy": TURNS}, config.rollout.inference_max_seq_length)
     run = toy_run(config, groups, answer, settings)
     return steps_of(run, groups)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
+from megatron_rl.algorithms.batch import TurnRewards
 from megatron_rl.errors import ConfigError
 
 
@@ -18,6 +19,8 @@ class Advantage(Extension):
     Next is the next token of the sequence that the policy wrote: what an environment says in between is part of the
     state and no action, so neither gamma nor lambda counts it. After the last one there is nothing, unless the answer
     was cut at its length limit and ``bootstrap_truncated`` takes the critic's value there.
+
+    With --rl-turn-discount rewards are at the last tokens of turns, and gamma is multiplied by it there.
 
     Where a sample has several sequences, each ends with the sample's reward, as if it were the only one: a value is
     what the sample will be worth, seen from there. So gamma counts the written tokens up to the end of the token's own
@@ -69,12 +72,16 @@ class Advantage(Extension):
     def _estimate(self, batch: TokenBatch, decay: Tensor | float) -> Tensor:
         following, has_next = next_written(batch)
         values = batch.values.double()
+        gamma = values.new_full(values.shape, self.gamma)
+        if isinstance(batch.step, TurnRewards) and batch.samples.turn is not None:
+            ends_turn = has_next & (batch.samples.turn[following] != batch.samples.turn)
+            gamma = torch.where(ends_turn, gamma * batch.step.discount, gamma)
         ahead = torch.where(has_next, values[following], 0.0)
         if self.bootstrap_truncated:
             cut = batch.samples.truncated[batch.sequence_index]
             ahead = torch.where(cut & ~has_next, batch.critic.end_values.double()[batch.sequence_index], ahead)
-        deltas = torch.where(batch.in_loss, batch.rewards + self.gamma * ahead - values, 0.0)
-        factors = torch.where(batch.in_loss, values.new_ones([]) * self.gamma * decay, 1.0)  # others pass it on
+        deltas = torch.where(batch.in_loss, batch.rewards + gamma * ahead - values, 0.0)
+        factors = torch.where(batch.in_loss, gamma * decay, 1.0)  # others pass it on
         factors = torch.where(has_next, factors, 0.0)
         sums = reverse_scan(deltas, factors, max(batch.packing.lengths))
         return torch.where(batch.in_loss, sums, 0.0).float()

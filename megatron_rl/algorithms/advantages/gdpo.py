@@ -23,6 +23,8 @@ class Advantage(Extension):
     The second mean and std are over the samples that are trained on, of all ranks; std with ddof 1.
     """
 
+    BY_TURN = False
+
     rewards: str = option("reward")
     """Names joined by +: metrics of the environment's grades, and ``reward``, the grade's own."""
     weights: str = option("")

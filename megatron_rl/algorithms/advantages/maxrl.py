@@ -17,6 +17,8 @@ from megatron_rl.errors import ConfigError
 class Advantage(Extension):
     """``(r - mean) / (mean - lowest + epsilon)`` over the valid samples of the group."""
 
+    BY_TURN = False
+
     epsilon: float = option(1e-6, gt=0)
     """Keeps a group without a success from dividing by 0; in units of reward."""
     lowest: float = option(0.0)

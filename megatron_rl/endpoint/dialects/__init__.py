@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from megatron_rl.endpoint.answers import Choice
 from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.endpoint.protocol import ChatRequest
+from megatron_rl.endpoint.sessions import ID_LENGTH
 from megatron_rl.tokenizer import Tokenizer
 
 SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "chat_template_kwargs")
@@ -35,7 +36,7 @@ class BlockWriter(Protocol):
 
     def __init__(self, asked: ChatRequest, tokenizer: Tokenizer) -> None:
         self._asked, self._tokenizer = asked, tokenizer
-        self._id, self._created = secrets.token_hex(12), int(time.time())
+        self.id, self._created = secrets.token_hex(ID_LENGTH // 2), int(time.time())
         self._num_prompt_tokens = 0
         self._open, self._index = "", -1
         """Kind and number of the block that is open; of the last one where none is."""

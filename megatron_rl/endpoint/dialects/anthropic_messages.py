@@ -216,7 +216,7 @@ class MessagesWriter(BlockWriter):
         return self._message(content) | self._ending(choice) | {"usage": self._usage(choice)}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        own = {"id": f"msg_{self._id}", "type": "message", "role": "assistant", "model": self._asked.model}
+        own = {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "model": self._asked.model}
         return own | {"content": content, "stop_reason": None, "stop_sequence": None}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class ResponsesWriter(BlockWriter):
     def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": f"resp_{self._id}", "object": "response", "created_at": self._created, "status": status,
+            "id": f"resp_{self.id}", "object": "response", "created_at": self._created, "status": status,
             "model": self._asked.model, "output": output, "usage": usage, "error": None, "incomplete_details": cut,
             "previous_response_id": None, "store": False, "truncation": "disabled", **self._asked.shown,
         }  # fmt: skip
@@ -209,10 +209,10 @@ class ResponsesWriter(BlockWriter):
         return own | {"type": "message", "role": "assistant"}
 
     def _item_id(self, kind: str) -> str:
-        return f"{'rs' if kind == THOUGHT else 'msg'}_{self._id}"
+        return f"{'rs' if kind == THOUGHT else 'msg'}_{self.id}"
 
     def _call_item(self, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        own = {"type": "function_call", "id": f"fc_{self._id}_{number}", "status": "completed"}
+        own = {"type": "function_call", "id": f"fc_{self.id}_{number}", "status": "completed"}
         return own | {"call_id": call["id"], **call["function"]}
 
     def _event(self, kind: str, **more: Any) -> Event:

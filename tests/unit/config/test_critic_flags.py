@@ -75,3 +75,10 @@ def test_the_schedule_of_the_critic_is_the_policys_scaled():
     rates = own.optimizer.lr, own.schedule.min_lr, own.schedule.lr_warmup_init
     assert rates == pytest.approx((5e-2, 1e-2, 5e-3))
     assert tiny_config(rl_advantage="gae", lr=1e-2).critic.rl_critic_lr == 1e-2
+
+
+@pytest.mark.parametrize("name", ["gdpo", "maxrl"])
+def test_an_advantage_of_whole_samples_is_not_of_turns(problems, name):
+    (problem,) = problems(rl_advantage=name, rl_turn_discount="0.5")
+    assert f"--rl-turn-discount 0.5 with --rl-advantage {name}, which is defined for" in problem
+    assert problems(rl_advantage="gae", rl_turn_discount="1") == []

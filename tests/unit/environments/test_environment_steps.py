@@ -11,8 +11,9 @@ from megatron_rl.environments.base import ConversationEnvironment
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.process import EnvironmentServerProcess
-from megatron_rl.environments.results import judge
+from megatron_rl.environments.results import checked_grade, judge, result_from_json, result_to_json
 from megatron_rl.environments.selftest import run_checks
+from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Continuation, Grade, Step, Task, Transcript, Turn
 
 TASK = Task("37*46", "37*46=", {"expression": "37*46", "answer": "1702"})
@@ -177,3 +178,27 @@ class TestCalculator:
     def test_bad_options(self, options: dict[str, Any], complaint: str) -> None:
         with pytest.raises(ValueError, match=complaint):
             find_environment("calculator")(**options)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_turn_has_a_reward_of_its_own(done: bool) -> None:
+    """Beside the conversation's, also as JSON; `correct` is by the conversation's."""
+    messages = () if done else HELLO
+    result = answer(Step(messages, done=done, reward=1.0, turn_reward=0.25))
+    assert (result.reward, result.turn_reward, result.correct) == (1.0, 0.25, True)
+    assert result_from_json(loads(dumps(result_to_json(result)))) == result
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), True, "much", None])
+def test_a_turn_reward_is_a_finite_number(wrong: Any) -> None:
+    result = answer(Step(done=True, reward=1.0, turn_reward=wrong))
+    assert result.code == "invalid_reward"
+    assert "turn_reward" in result.message
+
+
+def test_rewards_by_completion_are_of_harnesses() -> None:
+    assert answer(Step(done=True, reward=Grade(1.0, completion_rewards={"a": 1.0}))).code == "invalid_reward"
+    given = Grade(1.0, completion_rewards={"a": 1})
+    assert result_from_json(result_to_json(checked_grade(given))) == given
+    for wrong in ({"a": float("inf")}, {1: 1.0}, [1.0]):
+        assert checked_grade(Grade(1.0, completion_rewards=wrong)).code == "invalid_reward"

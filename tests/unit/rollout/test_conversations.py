@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,30 @@ def test_a_stop_while_the_environment_thinks_cancels_the_step(harness: Harness) 
     said = {(0, t): (A, END) for t in range(9)}
     result = harness.run(ScriptedEngine(said), answer, max_turns=99)
     assert result is None
+
+
+def test_rewards_of_turns_add_up(harness: Harness, one_rank: ParallelGroups, tmp_path: Path) -> None:
+    """Turns earn 1, 0 and 0.5; at the end there are 2 more. An earlier start's group has the same."""
+    def answer(task: Task, state: Any, turn: Turn) -> Grade:
+        earned = (1.0, 0.0, 0.5)[turn.number]
+        return replace(replying("x", until=2)(task, state, turn), turn_reward=earned)
+
+    said = {(0, t): (A, END) for t in range(3)}
+    journal = RolloutJournal(tmp_path, one_rank)
+    (group,) = harness.run(ScriptedEngine(said), answer, journal=journal.open(1, {})).groups
+    (rollout,) = group.rollouts
+    assert rollout.completion.turn_rewards == (1.0, 0.0, 2.5)
+    assert rollout.grade == Grade(3.5)
+    again = ScriptedEngine(said)
+    assert harness.run(again, answer, journal=journal.open(1, {})).groups == (group,)
+    assert again.requests == []
+
+
+def test_a_conversation_that_fails_has_no_rewards(harness: Harness) -> None:
+    def answer(task: Task, state: Any, turn: Turn) -> Grade:
+        if turn.number == 1:
+            return Grade(None, code="timeout")
+        return replace(replying("x", until=2)(task, state, turn), turn_reward=1.0)
+
+    (group,) = harness.run(ScriptedEngine({(0, t): (A, END) for t in range(2)}), answer).groups
+    assert (group.rollouts[0].grade.reward, group.rollouts[0].completion.turn_rewards) == (None, ())

@@ -64,6 +64,8 @@ def test_going_on_without_reading_leaves_no_span() -> None:
     trace.begin(1, 0, ())
     trace.answer(1, wrote(11))
     assert trace.sequences()[0].completion.environment_spans == ()
+    (rewarded,) = trace.sequences(rewards={0: 1.0, 1: 2.0}, at_end=4.0)
+    assert rewarded.completion.turn_rewards == (7.0,)
 
 
 def test_sequences_do_not_depend_on_the_order_of_the_calls() -> None:

@@ -121,7 +121,8 @@ def test_a_reward_stands_at_the_last_token_that_the_policy_wrote() -> None:
 
 def test_every_field_of_a_sample_is_in_the_batch() -> None:
     """Of a token a row for each, of a sequence a number for each; what is on the host has none for padding."""
-    first, second = (replace(s, routing=torch.zeros(s.length, 2, 2).byte()) for s in (FIRST, SECOND))
+    of_tokens = ((s, torch.zeros(s.length, 2, 2).byte(), torch.zeros(s.length).long()) for s in (FIRST, SECOND))
+    first, second = (replace(s, routing=routing, turn=turn) for s, routing, turn in of_tokens)
     batch = collate([first, second], "cpu", round_to=4)
     for name, kind in SAMPLE_FIELDS.items():
         found = getattr(batch.samples, name)

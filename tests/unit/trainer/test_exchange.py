@@ -73,6 +73,7 @@ def _sample(sample_id: int) -> Sample:
         sequence=sample_id % 7,
         tokens_elsewhere=sample_id * 11,
         truncated=sample_id % 2 == 1,
+        turn=torch.arange(-1, length - 1) if sample_id % 4 else None,
     )
 
 

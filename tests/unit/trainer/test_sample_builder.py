@@ -14,7 +14,7 @@ from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.types import RolloutGroup
 from tests.support.generation import versions_of
-from tests.support.rollouts import graded_group
+from tests.support.rollouts import drawn, graded_group, group_of, sample_of
 from tests.support.tokens import one_token_a_sample
 
 
@@ -148,3 +148,29 @@ def test_the_score_is_the_mean_reward_and_not_the_share_of_positive_ones(one_ran
     """verl: the mean over sequences of the summed token-level score. Of -1, 1, 1, 0.5 it is 0.375."""
     _, step = build(one_rank, [graded_group([-1.0, 1.0]), graded_group([1.0, 0.5])])
     assert reward_metrics(step)["critic/score/mean"] == pytest.approx(0.375)
+
+
+def test_turns_are_numbered_over_all_sequences(one_rank: ParallelGroups) -> None:
+    """Sample 0 has turns ``A | B C`` and a branch of one, sample 1 one turn and no rewards by turn."""
+    spoken = drawn([3, 9, 4, 5], environment_spans=((1, 2),), turn_rewards=(1.0, 2.0))
+    several = sample_of(7.0, ((1,), spoken), ((1, 3), drawn([6], turn_rewards=(4.0,))))
+    group = group_of(several, sample_of(0.5, ((1,), drawn([7, 8]))))
+    builder = SampleBuilder("group", False, one_rank, turn_discount=0.5)
+    samples, step = builder.build([group], [0], 3)
+    assert [sample.turn.tolist() for sample in samples] == [[-1, 0, -1, 1, 1], [-1, -1, 2], [-1, 3, 3]]
+    assert step.rewards.tolist() == [7.0, 0.5]
+    turns = step.turns
+    assert turns.own.tolist() == [1.0, 2.0, 4.0, 0.5]
+    assert turns.rewards.tolist() == [2.0, 2.0, 4.0, 0.5]
+    assert turns.group_index.tolist() == [0, 1, 0, 0]
+    assert turns.loss_tokens.tolist() == [1, 2, 1, 2]
+    assert (turns.policy_version, turns.discount) == (3, 0.5)
+
+
+def test_other_turns_of_one_sum_are_trained_on(one_rank: ParallelGroups) -> None:
+    first, second = (drawn([3, 9, 4], environment_spans=((1, 2),), turn_rewards=each) for each in ((1, 0), (0, 1)))
+    group = group_of(sample_of(1.0, ((1,), first)), sample_of(1.0, ((1,), second)))
+    assert SampleBuilder("group", False, one_rank).build([group], [0], 0)[0] == ()
+    samples, step = SampleBuilder("group", False, one_rank, turn_discount=1.0).build([group], [0], 0)
+    assert len(samples) == 2
+    assert step.turns.rewards.tolist() == [1.0, 0.0, 1.0, 1.0]
