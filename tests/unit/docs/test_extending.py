@@ -14,7 +14,6 @@ import yaml
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loader import find_environment
-from megatron_rl.environments.selftest import run_checks
 from megatron_rl.families import read_model
 from megatron_rl.models.attention.backend import Requirements
 from megatron_rl.models.attention.selection import fault_of_packed
@@ -60,20 +59,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_block_says_where_it_goes() -> None:
     assert set(files()) == {
-        "echo.py", "rewards.py", "mine.py", "coarse.py", "mistral_calls.py", "megatron_rl/families/known/seed_oss.py",
+        "rewards.py", "mine.py", "coarse.py", "mistral_calls.py", "megatron_rl/families/known/seed_oss.py",
         "megatron_rl/models/attention/backends/one_by_one.py",
     }  # fmt: skip
 
 
-def test_the_environment(here: Path) -> None:
-    [entry] = yaml.safe_load(blocks("yaml")[0])
-    environment = find_environment(entry["environment"]).from_options(entry["args"])
-    assert len(list(environment.tasks("train"))) == 45 and len(list(environment.tasks("test"))) == 5
-    assert all(check.passed is not False for check in run_checks(environment, 20))
-
-
 def test_the_reward(here: Path) -> None:
-    [entry] = yaml.safe_load(blocks("yaml")[1])
+    [entry] = yaml.safe_load(blocks("yaml")[0])
     rows = (json.dumps({"question": f"{number}+1", "answer": number + 1}) for number in range(9))
     (here / "questions.jsonl").write_text("\n".join(rows))
     environment = find_environment("dataset").from_options(entry["args"])
