@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a new user would try first, as the documents say it: 24 tasks on a CPU, with models of a few kB.
+# What a new user would try first, as the documents say it: 33 tasks on a CPU, with models of a few kB.
 #
 #   bash examples/newcomer/run.sh [--run-dir DIR]
 #
@@ -142,9 +142,57 @@ PYTHON
     python api.py
 }
 
+one_line() { # as TRL has a reward, and a built-in one
+    for n in $(seq 40); do echo "{\"question\": \"What is $n plus 3?\", \"answer\": \"$((n + 3))\"}"; done > plain.jsonl
+    block cli.md 'def brief(' > trl_reward.py &&
+    megatron-rl train --model tiny --data plain.jsonl --reward exact trl_reward.py:brief=0.2 --nproc 1 --train-iters 2 \
+        --rl-max-new-tokens 8 --grpo-prompts-per-step 2 --run-dir one && said 'brief' one/metrics.jsonl
+}
+adapters() {
+    megatron-rl train --model tiny --data plain.jsonl --reward trl_reward.py:brief --nproc 1 --train-iters 1 \
+        --rl-max-new-tokens 8 --grpo-prompts-per-step 2 --lora-rank 8 --run-dir lora &&
+        megatron-rl export --input-dir lora/checkpoints --output-dir peft --format peft &&
+        said '"r": 8' peft/adapter_config.json
+}
+serve() {
+    megatron-rl serve tiny --port 0 --token-file token > serve.txt 2>&1 & local pid=$! address
+    until address=$(grep -oE 'http://[0-9.:]+/v1' serve.txt); do kill -0 $pid || { cat serve.txt; return 1; }; sleep 0.5; done
+    says '"choices"' curl -s "$address/chat/completions" -H "Authorization: Bearer $(cat token)" \
+        -d '{"model": "tiny", "messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 4}'
+    local verdict=$?; kill -INT $pid && wait $pid; return $verdict
+}
+replay() { says 'the same, log-probs within' megatron-rl replay one --step 2 --group 0 --sample 1; }
+translate() {
+    printf 'from trl import GRPOConfig\nargs = GRPOConfig(learning_rate=1e-6, num_generations=8)\n' > trl_args.py
+    printf 'actor_rollout_ref:\n  rollout: {n: 8}\n' > verl.yaml
+    says 'grpo-group-size: 8' megatron-rl convert trl_args.py && says 'grpo-group-size: 8' megatron-rl convert verl.yaml
+}
+dynamic_sampling() {
+    megatron-rl train --nproc 1 "${RL[@]}" --rl-dynamic-sampling --run-dir dynamic &&
+        said training/groups_started dynamic/metrics.jsonl
+}
+tools() {
+    block environments.md 'class Prices' > prices.py && echo '- environment: prices.py:Prices' > prices.yaml &&
+    says '176 agree' megatron-rl test prices.py:Prices &&
+    megatron-rl train --nproc 1 "${HF[@]}" --seq-length 1024 --langrl-env-config prices.yaml --run-dir tools &&
+        said grade/prices/tool_calls tools/metrics.jsonl
+}
+two_seeds() {
+    megatron-rl train --nproc 1 "${RL[@]}" --rl-policy-loss mine.py:Reinforce --seed 2 --run-dir loss2 &&
+        says 'seed' megatron-rl compare loss loss2
+}
+flat_reward() { # every completion gets 0: exit code 3, and a line that says so
+    printf 'def none(completion, row):\n    return 0.0\n' > flat.py
+    sed 's/rewards.py:right/flat.py:none/' sums.yaml > flat.yaml
+    megatron-rl train --nproc 1 "${QUICK[@]}" --perform-rl-step "${SMALL[@]}" --tokenizer-model digits \
+        --langrl-env-config flat.yaml --run-dir flat > out.txt 2>&1
+    local code=$?; cat out.txt; [ $code = 3 ] && said 'reward variance' out.txt
+}
+
 TASKS=(doctor own_environment supervised_start grpo_two_ranks stop_and_resume five_mistakes estimate
     own_data_set own_loss own_advantage compare_runs report evaluate evaluate_all from_hugging_face to_hugging_face chat
-    generate chat_control eight_bits ppo slurm_script words_of_trl python_api)
+    generate chat_control eight_bits ppo slurm_script words_of_trl python_api
+    one_line adapters serve replay translate dynamic_sampling tools two_seeds flat_reward)
 passed=0 began=$SECONDS
 for task in "${TASKS[@]}"; do
     start=$SECONDS verdict=ok
