@@ -203,6 +203,17 @@ class Hints:
 
 
 @dataclass(frozen=True)
+class Talk:
+    """What an environment knows of one sample of a conversation that waits for the next step."""
+
+    state: Any = None
+    earned: tuple[float, ...] = ()
+    """Rewards of its turns so far."""
+    grade: Grade | None = None
+    """Of a sample that has ended, while others of its group have not."""
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt and the number of samples wanted for it; they share one prefill."""
 
@@ -217,6 +228,8 @@ class Request:
     hints: Hints = Hints()
     so_far: tuple[Completion, ...] = ()
     """Of a request that `Engine.interrupt` gave back: one each, from which they go on."""
+    talks: tuple[Talk, ...] = ()
+    """Of a conversation behind its first turn one each; ``so_far`` then ends with the reply and the turn begun."""
 
     @property
     def is_generated(self) -> bool:

@@ -19,9 +19,9 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.journal import FinishedGroups
-from megatron_rl.rollout.trace import extended
+from megatron_rl.rollout.trace import divided, extended
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Grade, Item, Place, Request, Rollout, Transcript, Turn
+from megatron_rl.types import Completion, Grade, Item, Place, Request, Rollout, Talk, Transcript, Turn
 
 GradeFunction = Callable[[str, Sequence[Item]], Awaitable[Sequence[Grade]]]
 """(environment, samples or turns of a group) -> one grade each; never raises for a bad sample."""
@@ -81,7 +81,9 @@ class Answer(NamedTuple):
     cut: bool
     """A reply found no room."""
     turn_rewards: Sequence[float]
-    """See `Completion.turn_rewards`."""
+    """See `Completion.turn_rewards`; with a reply that of the turn alone."""
+    state: Any
+    """With a reply, for the next turn, where all ranks are to know it."""
     grade: Grade
 
 
@@ -111,13 +113,18 @@ class Conversations:
         tokenizer: Tokenizer,
         groups: ParallelGroups,
         finished: FinishedGroups,
+        in_rounds: bool = False,
     ) -> None:
-        """``finished`` gets every sample that is graded."""
+        """``finished`` gets every sample that is graded.
+
+        ``in_rounds``: answers are taken once all are there, so that no clock decides what is submitted first.
+        """
         self._grade = grade
         self._settings = settings
         self._tokenizer = tokenizer
         self._groups = groups
         self._finished = finished
+        self._in_rounds = in_rounds
         self._open: dict[tuple[int, int], _Conversation] = {}
         self.asked: set[asyncio.Task[list[Answer]]] = set()
         """Whose ends are answers; of the leader."""
@@ -169,9 +176,50 @@ class Conversations:
         self._waiting -= len(answers)
         for answer in answers:
             if answer.reply:
-                engine.submit(self._next_turn(answer))
+                conversation = self._open[answer.index, answer.sample]
+                conversation.reply = answer.reply
+                if not self._groups.leads_model:
+                    conversation.state = answer.state
+                    conversation.earned += answer.turn_rewards
+                engine.submit(self._next_turn(conversation))
             else:
                 self._end(answer)
+
+    def resume(self, request: Request, engine: Engine) -> None:
+        """Go on with the conversations of a group that an earlier step has left behind their first turns."""
+        asked = replace(request, so_far=(), talks=())
+        for sample, (said, talk) in enumerate(zip(request.so_far, request.talks, strict=True)):
+            if talk.grade is not None:
+                self._finished.keep(asked, sample, Rollout(said, "", talk.grade))
+                continue
+            before, reply, turn = divided(said)
+            conversation = _Conversation(
+                asked, sample, before, before, before.num_turns, talk.state, reply, list(talk.earned)
+            )
+            self._open[asked.index, sample] = conversation
+            engine.submit(replace(self._next_turn(conversation), so_far=(turn,)))
+
+    def pause(self, unfinished: Sequence[Request]) -> list[Request]:
+        """Return what is to go on in the next step, one request a group, of what the engine gave back.
+
+        No answer may be due.
+        """
+        turns = {(r.index, r.place.first_sample): r.so_far[0] for r in unfinished if r.place.turn}
+        begun = {index: conversation.request for (index, _), conversation in self._open.items()}
+        paused = [self._paused(request, turns) for _, request in sorted(begun.items())]
+        return [request for request in unfinished if not request.place.turn] + paused
+
+    def _paused(self, request: Request, turns: Mapping[tuple[int, int], Completion]) -> Request:
+        ended, samples = self._finished.give_back(request.index), []
+        for sample in range(request.num_samples):
+            if sample in ended:
+                samples.append((ended[sample].completion, Talk(grade=ended[sample].grade)))
+                continue
+            conversation = self._open.pop((request.index, sample))
+            said = extended(conversation.said, conversation.reply, turns[request.index, sample])
+            samples.append((said, Talk(conversation.state, tuple(conversation.earned))))
+        so_far, talks = zip(*samples, strict=True)
+        return replace(request, so_far=so_far, talks=talks)
 
     def _most_turns(self, request: Request) -> int:
         return self._settings.max_turns.get(request.source.environment, 1)
@@ -179,7 +227,8 @@ class Conversations:
     def _said(self, request: Request, sample: int, turn: Completion) -> _Conversation:
         conversation = self._open.get((request.index, sample))
         if conversation is None:
-            conversation = self._open[request.index, sample] = _Conversation(request, sample, turn, turn)
+            asked = replace(request, so_far=())  # of later turns nothing is drawn yet
+            conversation = self._open[request.index, sample] = _Conversation(asked, sample, turn, turn)
         else:
             conversation.add_turn(turn)
         return conversation
@@ -190,6 +239,8 @@ class Conversations:
             self.asked.add(asyncio.create_task(self._judged(conversations)))
 
     def _answers(self) -> list[Answer]:
+        if self._in_rounds and not all(task.done() for task in self.asked):
+            return []
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
         return sorted((answer for task in done for answer in task.result()), key=lambda answer: answer[:2])
@@ -242,12 +293,13 @@ class Conversations:
         if not reply:
             return self._last_answer(conversation, Grade(None, code="environment_exception", message=problem))
         conversation.state = going_on.state
-        return Answer(conversation.request.index, conversation.sample, reply, False, (), result)
+        place, state = (conversation.request.index, conversation.sample), going_on.state if self._in_rounds else None
+        return Answer(*place, reply, False, (result.turn_reward,), state, result)
 
     @staticmethod
     def _last_answer(conversation: _Conversation, result: Grade, is_cut: bool = False) -> Answer:
         grade, by_turn = conversation.total(replace(result, continuation=None, turn_reward=0.0))
-        return Answer(conversation.request.index, conversation.sample, (), is_cut, by_turn, grade)
+        return Answer(conversation.request.index, conversation.sample, (), is_cut, by_turn, None, grade)
 
     def _end(self, answer: Answer) -> None:
         conversation = self._open.pop((answer.index, answer.sample))
@@ -255,15 +307,14 @@ class Conversations:
         said = replace(said, finish_reason="length") if answer.cut else said
         self._finished.keep(conversation.request, answer.sample, Rollout(said, "", answer.grade))
 
-    def _next_turn(self, answer: Answer) -> Request:
-        conversation = self._open[answer.index, answer.sample]
-        request, conversation.reply = conversation.request, answer.reply
-        prompt_ids = (*conversation.token_ids, *answer.reply)
+    def _next_turn(self, conversation: _Conversation) -> Request:
+        request = conversation.request
+        prompt_ids = (*conversation.token_ids, *conversation.reply)
         room = self._settings.max_sequence_length - len(prompt_ids)
         return replace(
             request,
             prompt_ids=prompt_ids,
             num_samples=1,
-            place=Place(answer.sample, conversation.turns),
+            place=Place(conversation.sample, conversation.turns),
             sampling=replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, room)),
         )

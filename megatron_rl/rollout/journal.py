@@ -168,6 +168,12 @@ class FinishedGroups:
             self.journal.add(request.index, self.groups[request.index])
 
 
+    def give_back(self, index: int) -> dict[int, Rollout]:
+        """Return the complete samples of a group, by their numbers, and forget them."""
+        self.groups.pop(index, None)
+        return self._rollouts.pop(index, {})
+
+
 class Records:
     """Groups between two steps, the same on all ranks, so that any number of ranks can go on with them."""
 

@@ -16,14 +16,17 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.rollout.collector import Collector, StepRollouts
-from megatron_rl.rollout.journal import Record, Records, StepJournal, asked_of, completion_of, described
+from megatron_rl.rollout.conversations import Conversations
+from megatron_rl.rollout.journal import FinishedGroups, Record, Records, StepJournal, asked_of, completion_of, described
 from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
 from megatron_rl.rollout.rollouter import Goal
 from megatron_rl.rollout.statistics import staleness_metrics
-from megatron_rl.types import Completed, Request
+from megatron_rl.rollout.trace import divided
+from megatron_rl.types import Completed, Request, Talk
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class PartialRollouts:
     """Steps by which the oldest token of a sample that is trained on may be behind, 1 or more."""
     finishes: bool
     """Groups are generated before they are too old; else those that are too old are dropped."""
+    in_rounds: bool = False
+    """See `Goal`; where an environment replies."""
 
     def due(self, requests: Sequence[Request], policy_version: int, wanted: int) -> set[int]:
         """Return the places of those ``requests`` that must be among the ``wanted`` ones of this step.
@@ -89,6 +94,7 @@ class PartialCollector(Collector):
         requests = [replace(request, index=place) for place, request in enumerate(kept)]
         due = self.partial.due(requests, policy_version, wanted)
         goal = goal_of(requests, due, wanted, self.expected_lengths, groups.rollout_rank, groups.rollout_size)
+        goal.in_rounds = self.partial.in_rounds
         own = list(map(self.expecting, goal.requests))
         result = self.rollouter.run(own, seed, policy_version, journal, goal)
         if result is None:
@@ -130,20 +136,40 @@ class PartialGoal(Goal):
     others: int
     """How many besides, the first ones."""
     unfinished: list[Request] = field(default_factory=list)
+    in_rounds: bool = False
+    _taken: set[int] = field(default_factory=set)
 
     def take(self, done: Sequence[Completed], engine: Engine) -> list[Completed]:
         """Return the generated groups that the step takes; once there are enough, the ``engine`` is interrupted."""
         taken = []
         for request, completions in sorted(done, key=lambda completed: completed[0].index):
-            if request.index in self.due or self.others > 0:
-                self.others -= request.index not in self.due
-                self.due.discard(request.index)
+            if self._takes(request.index):
                 taken.append((request, completions))
             else:  # generated while what is due was not
                 self.unfinished.append(replace(request, so_far=completions))
-        if not self.due and not self.others and engine.has_unfinished:
+        if not self.due and not self.others and engine.has_unfinished and not self.in_rounds:
             self.unfinished += engine.interrupt()
         return taken
+
+    def settle(self, finished: FinishedGroups, conversations: Conversations, engine: Engine) -> None:
+        """Take the groups of conversations that have ended, in their order; with enough of them, all others wait."""
+        asked = {request.index: replace(request, so_far=(), talks=()) for request in self.requests}
+        for index in sorted(finished.groups.keys() - self._taken):
+            if not self._takes(index):
+                ended = [rollout for _, rollout in sorted(finished.give_back(index).items())]
+                so_far, talks = (r.completion for r in ended), (Talk(grade=r.grade) for r in ended)
+                self.unfinished.append(replace(asked[index], so_far=tuple(so_far), talks=tuple(talks)))
+        if not self.due and not self.others and engine.has_unfinished:
+            self.unfinished += conversations.pause(engine.interrupt())
+
+    def _takes(self, index: int) -> bool:
+        """Return whether the step takes a group that is generated, and count it."""
+        if index not in self.due and self.others <= 0:
+            return False
+        self.others -= index not in self.due
+        self.due.discard(index)
+        self._taken.add(index)
+        return True
 
 
 def goal_of(
@@ -173,9 +199,9 @@ class UnfinishedGroups(Records):
             drawn = source.find(environment, task_id, epoch)
             if drawn is not None:
                 so_far = tuple(map(completion_of, record["samples"]))
-                request = replace(factory.request(drawn, group_size, len(found)), so_far=so_far)
-                longest = max((len(s.token_ids) for s in so_far if s.finish_reason is None), default=0)
-                if asked_of(request) == record["asked"] and longest < request.sampling.max_new_tokens:
+                talks = tuple(map(_talk_of, record.get("talks", ())))
+                request = replace(factory.request(drawn, group_size, len(found)), so_far=so_far, talks=talks)
+                if asked_of(request) == record["asked"] and _has_room(request, factory.max_sequence_length):
                     found.append(request)
         if len(found) < len(self._records):
             logger.warning(
@@ -191,7 +217,30 @@ class UnfinishedGroups(Records):
 
 def gathered(goal: PartialGoal, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:
     """Gather the indices of generated groups, and records of unfinished ones, of all replicas; collective."""
-    own = [[r.index, {"asked": asked_of(r), "samples": list(map(described, r.so_far))}] for r in goal.unfinished]
+    own = [[request.index, _record(request)] for request in goal.unfinished]
     parts = gather_json([list(finished), own], replicas)
     records = sorted((entry for _, part in parts for entry in part), key=lambda entry: entry[0])
     return sorted(index for indices, _ in parts for index in indices), [record for _, record in records]
+
+
+def _record(request: Request) -> Record:
+    record = {"asked": asked_of(request), "samples": list(map(described, request.so_far))}
+    if request.talks:
+        record["talks"] = [vars(talk) | {"grade": talk.grade and result_to_json(talk.grade)} for talk in request.talks]
+    return record
+
+
+def _talk_of(record: Record) -> Talk:
+    grade = record["grade"]
+    return Talk(record["state"], tuple(record["earned"]), grade and result_from_json(grade))
+
+
+def _has_room(request: Request, longest: int) -> bool:
+    """Return whether every sample that goes on may have another token: within its turn, and as a whole."""
+    for sample in (sample for sample in request.so_far if sample.finish_reason is None):
+        begun = divided(sample)[2] if request.talks else sample
+        if len(begun.token_ids) >= request.sampling.max_new_tokens:
+            return False
+        if len(request.prompt_ids) + len(sample.token_ids) >= longest:
+            return False
+    return True

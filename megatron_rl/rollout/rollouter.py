@@ -37,12 +37,17 @@ environment replies. Each lets pipeline stages wait for each other, which costs 
 class Goal:
     """The goal of a rollout, and so its end. This one: all its requests."""
 
+    in_rounds = False
+    """No engine step is made while an environment's answer is due, so that no clock decides what is generated first."""
     was_left = False
     """Another replica has left, as it was asked to stop or ran out of memory; all must."""
 
     def take(self, done: Sequence[Completed], engine: Engine) -> Sequence[Completed]:
         """Return those of the generated requests that are to be graded; it may interrupt the ``engine``."""
         return done
+
+    def settle(self, finished: FinishedGroups, conversations: Conversations, engine: Engine) -> None:
+        """Look at the groups that have ended; of rounds, called when no answer is due."""
 
     def is_met(self, finished: Mapping[int, RolloutGroup], idle: bool) -> bool:
         """Return whether the rollout ends; ``idle`` says that nothing is left to generate or to grade here.
@@ -146,9 +151,11 @@ class Rollouter:
         self, requests: Sequence[Request], journal: StepJournal | None, goal: Goal
     ) -> RolloutResult | None:
         finished, started = FinishedGroups(self._tokenizer, journal or StepJournal({})), time.perf_counter()
-        conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, finished)
+        conversations = Conversations(
+            self._grade, self._conversations, self._tokenizer, self._groups, finished, goal.in_rounds
+        )
         harnesses = None if self._harnesses is None else Harnesses(self._harnesses, self._groups, finished)
-        samples = _Samples(self._engine, goal, conversations, harnesses)
+        samples = _Samples(self._engine, goal, conversations, harnesses, finished)
         try:
             samples.begin(requests)
             generated = await self._generate(samples, finished.groups, len(requests))
@@ -168,6 +175,7 @@ class Rollouter:
         for steps in itertools.count():
             # Once all groups are finished, nobody waits for what the engine may still have of them.
             generating = self._engine.has_unfinished and len(finished) < num_requests
+            generating &= not (samples.goal.in_rounds and samples.waiting)
             generating, waiting = self._on_any_copy(generating, samples.waiting)
             idle = not (generating or waiting)
             if samples.goal.is_met(finished, idle):
@@ -208,6 +216,7 @@ class _Samples:
     goal: Goal
     conversations: Conversations
     harnesses: Harnesses | None
+    finished: FinishedGroups
 
     def __post_init__(self) -> None:
         self._parts = [self.conversations] if self.harnesses is None else [self.conversations, self.harnesses]
@@ -222,17 +231,24 @@ class _Samples:
         for request in new:
             if request.index in calling:
                 harnesses.start(request)
+            elif request.talks:
+                conversations.resume(request, self.engine)
             elif not request.is_generated:
                 hints = replace(request.hints, goes_on=conversations.goes_on(request))
                 self.engine.submit(replace(request, hints=hints))
-        self._take([(request, request.so_far) for request in new if request.is_generated])
+        self._take([(request, request.so_far) for request in new if request.is_generated and not request.talks])
+        self._settle()
 
     def step(self) -> None:
         """Let the engine do a step, and have what it completed judged."""
         self._take(self.engine.step())
 
     def _take(self, done: Sequence[Completed]) -> None:
-        for request, completions in self.goal.take(done, self.engine):
+        turns: list[Completed] = []
+        if self.goal.in_rounds:  # a conversation is generated when it has ended, which `settle` sees
+            turns = [each for each in done if self.conversations.goes_on(each[0])]
+            done = [each for each in done if not self.conversations.goes_on(each[0])]
+        for request, completions in [*turns, *self.goal.take(done, self.engine)]:
             if request.place.call is None:
                 self.conversations.add_turn(request, completions)
             else:
@@ -247,6 +263,11 @@ class _Samples:
         """Give the engine the turns and calls that came; collective in a model copy."""
         for part in self._parts:
             part.submit_turns(self.engine)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.goal.in_rounds and not self.waiting:
+            self.goal.settle(self.finished, self.conversations, self.engine)
 
     async def wait(self, seconds: float) -> None:
         """Wait until an environment has answered, or has called, for ``seconds`` at most.

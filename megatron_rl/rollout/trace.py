@@ -17,16 +17,42 @@ from megatron_rl.types import Branch, Completion
 def extended(said: Completion, read: Sequence[int], turn: Completion) -> Completion:
     """Return one completion: what was ``said`` before, the tokens that the model ``read`` then, and its next ``turn``.
 
-    All turns are of one policy; the routing of the last is of all its prompt, too.
+    The routing of the last turn is of all its prompt, too.
     """
-    start = len(said.token_ids)
-    spans = ((start, start + len(read)),) if read else ()
+    start, shift = len(said.token_ids), len(said.token_ids) + len(read)
+    spans = ((start, shift),) if read else ()
+    older, first = said.older, turn.stretches[0][0]
+    if said.policy_version != first:  # it waited for the next step, of newer weights
+        older += ((said.policy_version, start),)
     return replace(
         turn,
         token_ids=said.token_ids + tuple(read) + turn.token_ids,
         inference_logprobs=said.inference_logprobs + (0.0,) * len(read) + turn.inference_logprobs,
         environment_spans=said.environment_spans + spans,
+        older=older + tuple((version, end + shift) for version, end in turn.older),
     )
+
+
+def divided(said: Completion) -> tuple[Completion, tuple[int, ...], Completion]:
+    """Undo `extended`: what was said before the last reply, the reply, and the turn that was begun after it."""
+    start, end = said.environment_spans[-1]
+    before, turn = _part(said, 0, start), _part(said, end, len(said.token_ids))
+    before = replace(before, environment_spans=said.environment_spans[:-1], finish_reason="stop")
+    return before, said.token_ids[start:end], turn
+
+
+def _part(said: Completion, start: int, end: int) -> Completion:
+    """Return tokens ``start`` to ``end``, without environment spans."""
+    stretches, begin = [], 0
+    for version, stop in (*said.older, (said.policy_version, len(said.token_ids))):
+        if max(begin, start) < min(stop, end):
+            stretches.append((version, min(stop, end) - start))
+        begin = stop
+    version = stretches[-1][0] if stretches else said.policy_version
+    return replace(
+        said, token_ids=said.token_ids[start:end], inference_logprobs=said.inference_logprobs[start:end],
+        environment_spans=(), policy_version=version, older=tuple(stretches[:-1]),
+    )  # fmt: skip
 
 
 @dataclass

@@ -278,7 +278,8 @@ def _collector(
         return DynamicCollector(**parts, dynamic=dynamic)
     if algorithm.rl_partial_rollouts:
         finishes = algorithm.rl_stale_samples == "finish"
-        rollouts = PartialRollouts(algorithm.rl_oversampling, int(algorithm.rl_generation_lag), finishes)
+        replies = any(spec.max_turns > 1 for spec in base.environments.served if not spec.evaluation_only)
+        rollouts = PartialRollouts(algorithm.rl_oversampling, int(algorithm.rl_generation_lag), finishes, replies)
         return PartialCollector(**parts, partial=rollouts, unfinished=unfinished)
     return Collector(**parts)
 

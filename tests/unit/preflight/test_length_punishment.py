@@ -39,12 +39,21 @@ def test_rewards_that_the_advantage_would_refuse(tmp_path, environment, flags, r
     assert [wanted in problem.text for problem in problems] == [True] * refused
 
 
-@pytest.mark.parametrize(("partial", "refused"), [(True, True), (False, False)])
-def test_conversations_that_partial_rollouts_would_put_aside(tmp_path, partial, refused):
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({"pipeline_model_parallel_size": 2}, True),
+        ({"expert_model_parallel_size": 2, "num_experts": 4, "moe_ffn_hidden_size": 24}, True),
+        ({}, False),
+        ({"pipeline_model_parallel_size": 2, "rl_partial_rollouts": False}, False),
+    ],
+)
+def test_conversations_that_cannot_wait_for_the_next_step(tmp_path, flags, refused):
     path = tmp_path / "list.yaml"
     path.write_text("- {environment: calculator}\n")
-    problems = environment_problems(tiny_config(langrl_env_config=path, rl_partial_rollouts=partial), tokenizer=None)
-    wanted = "turns cannot be interrupted by --rl-partial-rollouts; leave one of them out"
+    config = tiny_config(world_size=2, **{"langrl_env_config": path, "rl_partial_rollouts": True} | flags)
+    problems = environment_problems(config, tokenizer=None)
+    wanted = "turns cannot be interrupted by --rl-partial-rollouts over pipeline stages or expert-parallel ranks"
     assert [wanted in problem.text for problem in problems] == [True] * refused
 
 
