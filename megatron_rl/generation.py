@@ -27,6 +27,7 @@ from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.run.generation import build_engine, calibration_requests, evaluation_factory
 from megatron_rl.run.memory.phases import Phases
 from megatron_rl.run.preflight.inputs import open_tokenizer
+from megatron_rl.run.preflight.starts import reads_every_weight
 from megatron_rl.run.weights import end_tokens_of, read_first_weights
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Hints, Message, Place, Prompt, Request, SourcedTask, Task
@@ -188,7 +189,7 @@ def open_generator(config: RLConfig) -> Iterator[Generator]:
     try:
         seed_everything(config.training.seed)
         tokenizer = open_tokenizer(config)
-        policy = build_model(config, platform, tokenizer.vocab_size)
+        policy = build_model(config, platform, tokenizer.vocab_size, is_filled_later=reads_every_weight(config))
         checkpoints = CheckpointManager(Path(config.checkpoint.save), 0, groups)
         origin = read_first_weights(config, policy, checkpoints, groups)
         tokenizer = tokenizer.ending_also_at(end_tokens_of(origin))

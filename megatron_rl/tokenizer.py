@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl.chat import ChatFormat
@@ -283,10 +285,8 @@ def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenize
     if Path(path).is_dir():
         settings = Path(path) / "tokenizer_config.json"
         read_object(settings, lambda line: ConfigError([f"--tokenizer-model {path!r}: {line}"]))
-    from transformers import AutoTokenizer  # seconds of import, needed only here
-
     try:
-        backend = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        backend = open_backend(path, stamps(path))
     except Exception as error:  # transformers raises anything for files that somebody else wrote
         reason = one_line(str(error), 300) or type(error).__name__
         raise ConfigError([
@@ -296,3 +296,35 @@ def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenize
     directories = dict.fromkeys([path, *model_directories])
     return Tokenizer(backend, path, (number for directory in directories for number in end_token_ids(directory)))
 
+
+@lru_cache(maxsize=2)
+def open_backend(path: str, _stamps: Collection[tuple[str, int, int]]) -> Any:
+    """Return what transformers makes of ``path``: once for files with the same `stamps`, as checks and run both ask."""
+    from transformers import AutoTokenizer  # seconds of import, needed only here
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_known_model(path))
+
+
+def stamps(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Return name, time of change in ns and bytes of each file of a directory; nothing of a name on the hub."""
+    if not os.path.isdir(path):
+        return ()
+    return tuple(sorted((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in os.scandir(path)))
+
+
+def _known_model(path: str) -> dict[str, Any]:
+    """What `AutoTokenizer` asks a model's configuration to choose its class, of a model that transformers knows.
+
+    It would build that configuration, for which it imports torch's compiler.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    try:
+        model, tokenizer = (read_object(Path(path) / name) for name in ("config.json", "tokenizer_config.json"))
+    except ConfigError:  # no directory, or one without a model
+        return {}
+    kind, names = model.get("model_type"), ("model_type", "model_name", "tokenizer_class")
+    plain = isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES and isinstance(tokenizer.get("tokenizer_class"), str)
+    if not plain or "auto_map" in model or "auto_map" in tokenizer:
+        return {}
+    return {"config": SimpleNamespace(_name_or_path=path, **{name: model[name] for name in names if name in model})}

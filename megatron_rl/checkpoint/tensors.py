@@ -45,6 +45,8 @@ _METADATA = {
 }
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bytes of a number -> what its bits are added up as."""
+SUMMED_AT_ONCE, SUMMED_BY_A_GPU = 2**16, 2**28
+"""Numbers. torch converts them to 64 bits before it adds: of a whole weight that was a copy of twice its size."""
 
 
 Model = tuple[PolicyModel, Optimization | None]
@@ -195,9 +197,11 @@ def weights_fingerprint(
             return torch.zeros([], dtype=torch.int64, device=values.device)
         if name in over_the_vocabulary:
             values = values[: max(0, policy.vocab_size - groups.tensor_group.rank() * len(values))]
-        values = values.to(dtype or values.dtype)
-        bits = values.view(_WHOLE_NUMBERS[values.element_size()])
-        return (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)
+        total = torch.zeros([], dtype=torch.int64, device=values.device)
+        for part in values.reshape(-1).split(SUMMED_AT_ONCE if values.is_cpu else SUMMED_BY_A_GPU):
+            numbers = part.to(dtype or part.dtype)
+            total += numbers.view(_WHOLE_NUMBERS[numbers.element_size()]).sum(dtype=torch.int64)
+        return (zlib.crc32(name.encode()) | 1) * total
 
     return int(sum_over_model(policy.chunks, groups, share)) % 2**64
 

@@ -33,7 +33,7 @@ from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings
 from megatron_rl.platform import Platform
 from megatron_rl.platform.groups import current_groups
-from megatron_rl.platform.megatron import pipeline_settings
+from megatron_rl.platform.megatron import pipeline_settings, weights_left_as_they_are
 
 logger = logging.getLogger(__name__)
 
@@ -164,25 +164,28 @@ def _activation(shape: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def build_model(
-    config: RLConfig, platform: Platform, vocab_size: int, head: Head = "vocabulary"
+    config: RLConfig, platform: Platform, vocab_size: int, head: Head = "vocabulary", is_filled_later: bool = False
 ) -> PolicyModel:
     """Build this rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
 
-    With the head ``value`` it is a critic: the same trunk, whose router chooses for itself.
+    With the head ``value`` it is a critic: the same trunk, whose router chooses for itself. If it ``is_filled_later``,
+    by a caller who reads every weight, none is drawn: they are whatever the memory holds.
     """
     transformer_config = build_transformer_config(config, platform)
     groups = current_groups()
     layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
     if len({layer.cache for layer in layout.layers}) > 1:  # one shape is tried out, and given to megatron's own engine
         raise ConfigError(["layers whose heads differ in number or width are not built: the KV cache has one shape"])
-    chunks = tuple(
-        _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
-        for chunk in range(config.stages.chunks)
-    )
+    with weights_left_as_they_are():
+        chunks = tuple(
+            _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
+            for chunk in range(config.stages.chunks)
+        )
     refuse_buffers(chunks)
     transformer_config.moe_router_enable_expert_bias = False  # else megatron moves the frozen biases after each update
     on_cpu = transformer_config.use_cpu_initialization
-    draw_parameters(chunks, layout, config.model, torch.initial_seed(), groups.part_of, on_cpu)
+    if not is_filled_later:
+        draw_parameters(chunks, layout, config.model, torch.initial_seed(), groups.part_of, on_cpu)
     for gpt in chunks:
         if transformer_config.fp8:  # lets products take any number of tokens: Transformer Engine wants multiples of 16
             from megatron.core.fp8_utils import prepare_model_for_fp8_inference

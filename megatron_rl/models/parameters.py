@@ -135,7 +135,7 @@ def draw_parameters(
 
 def part_of(whole: torch.Tensor, parameter: Parameter, rank: int) -> torch.Tensor:
     """Return what ``rank`` of those that share a parameter holds of it."""
-    if parameter.cut is None:
+    if parameter.cut is None or parameter.ranks == 1:
         return whole
     dimension = 0 if parameter.cut == "rows" else 1
     blocks = whole.chunk(parameter.blocks, dimension)

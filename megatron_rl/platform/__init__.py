@@ -6,10 +6,13 @@ that imports megatron imports this one first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -34,8 +37,10 @@ def prepare() -> None:
     """
     # One thread a rank unless the user says otherwise: ranks that fight for cores are slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # "Apex is not installed", "TE is not installed", ...
+        stack.enter_context(_as_if_absent("wandb", "torch.utils.tensorboard"))
         if torch.cuda.is_available():
             cuda.install()
         else:
@@ -47,6 +52,21 @@ def prepare() -> None:
         _close_gaps()
     for logger, message in _USELESS.items():
         logging.getLogger(logger).addFilter(lambda record, useless=message: useless not in record.getMessage())
+
+
+@contextlib.contextmanager
+def _as_if_absent(*names: str) -> Iterator[None]:
+    """Inside, these packages cannot be imported unless they already were.
+
+    megatron-core asks for writers of metrics that we do not give it, and works without them. wandb takes a second.
+    """
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules |= dict.fromkeys(hidden)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _close_gaps() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
@@ -28,6 +29,7 @@ def install() -> None:
     _patch_random_numbers()
     _patch_tensor_factories()
     _patch_tensor_methods()
+    _keep_optimizers_from_the_compiler()
     _import_megatron_without_compilation()
     _patch_megatron()
 
@@ -122,6 +124,14 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.type = tensor_type
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.Tensor.record_stream = _do_nothing
+
+
+def _keep_optimizers_from_the_compiler() -> None:
+    """They import ``torch._dynamo`` to say that they are not compiled: a second of a process that compiles nothing."""
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        setattr(Optimizer, name, vars(Optimizer)[name].__wrapped__)
+    for kind in (Adam, SGD):  # AdamW has Adam's
+        kind.step = torch.no_grad()(kind.step.__wrapped__)
 
 
 def _import_megatron_without_compilation() -> None:

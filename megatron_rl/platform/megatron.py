@@ -274,6 +274,29 @@ def remake_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
+@contextlib.contextmanager
+def weights_left_as_they_are() -> Iterator[None]:
+    """Inside, layers that are made on the host leave their weights as the memory is.
+
+    megatron makes each weight whole on every rank, converts and copies it, also where its initialisation draws nothing.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    def described(
+        weight: torch.Tensor, _rows: int, _columns: int, _own: int, dimension: int, _init: Any, stride: int = 1,
+        *, skip_set_tensor_parallel_attributes: bool = False, **_: Any,
+    ) -> None:  # fmt: skip
+        if not skip_set_tensor_parallel_attributes:
+            layers.set_tensor_model_parallel_attributes(weight, True, dimension, stride)
+
+    original = layers._initialize_affine_weight_cpu
+    layers._initialize_affine_weight_cpu = described
+    try:
+        yield
+    finally:
+        layers._initialize_affine_weight_cpu = original
+
+
 def pipeline_settings(stages: Stages, dtype: torch.dtype, is_cuda: bool) -> dict[str, Any]:
     """Return the `TransformerConfig` fields for pipeline stages: layers of each stage, and how they communicate."""
     interleaved = stages.chunks > 1

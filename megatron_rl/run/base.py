@@ -33,6 +33,7 @@ from megatron_rl.rollout.statistics import failures_of, no_results
 from megatron_rl.run.callbacks import CallbackReporter
 from megatron_rl.run.environments import EnvironmentAccess, open_environments
 from megatron_rl.run.memory.phases import Phases
+from megatron_rl.run.preflight.starts import reads_every_weight
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.reporting import Reporter
 from megatron_rl.signals import StopRequest
@@ -150,7 +151,7 @@ def open_run(
         environments = closing.enter_context(open_environments(config, groups, directory))
         tokenizer = tokenizer.formatting(by_environment={each.name: each.chat for each in environments.served})
         seed_everything(config.training.seed)
-        policy = build_model(config, platform, tokenizer.vocab_size)
+        policy = build_model(config, platform, tokenizer.vocab_size, is_filled_later=reads_every_weight(config))
         quantization = build_quantization(config, policy, groups, directory, timer)
         checkpoints = CheckpointManager(Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups)
         closing.callback(checkpoints.abandon)

@@ -222,8 +222,8 @@ def build_teacher_model(config: RLConfig, policy: PolicyModel, groups: ParallelG
     Raises:
         CheckpointError: its files are damaged.
     """
-    model = build_model(teacher_of(config, groups.world_size), current_platform(), policy.vocab_size)
-    adapters = config.teacher.rl_teacher_lora
+    adapters, settings = config.teacher.rl_teacher_lora, teacher_of(config, groups.world_size)
+    model = build_model(settings, current_platform(), policy.vocab_size, is_filled_later=True)
     if adapters is None:
         load_hf(read_model(config.teacher.rl_teacher_load_hf), model, groups)
     else:

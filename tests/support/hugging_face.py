@@ -102,7 +102,10 @@ def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
 
 
 def loaded_policy(config: RLConfig, vocabulary: int) -> tuple[PolicyModel, int]:
-    """The model of ``--load-hf`` and the bytes this rank has read; the groups must be initialised."""
+    """The model of ``--load-hf`` and the bytes this rank has read; the groups must be initialised.
+
+    What is not read stays NaN.
+    """
     from megatron_rl.checkpoint.hf.load import load_hf
     from megatron_rl.families import read_model
     from megatron_rl.models.gpt import build_model
@@ -110,7 +113,9 @@ def loaded_policy(config: RLConfig, vocabulary: int) -> tuple[PolicyModel, int]:
     from megatron_rl.platform.groups import current_groups, seed_everything
 
     seed_everything(1)
-    policy = build_model(config, current_platform(), vocabulary)
+    policy = build_model(config, current_platform(), vocabulary, is_filled_later=True)
+    for parameter in policy.parameters():
+        parameter.data.fill_(torch.nan)
     return policy, load_hf(read_model(config.checkpoint.load_hf), policy, current_groups())
 
 

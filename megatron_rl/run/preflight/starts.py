@@ -57,6 +57,11 @@ def first_weights(config: RLConfig) -> tuple[str, StartingWeights]:
     return "", StartingWeights("drawn")
 
 
+def reads_every_weight(config: RLConfig) -> bool:
+    """Return whether the run's first weights are files of `--load-hf`, so that none need be drawn at random."""
+    return first_weights(config)[1].kind == "hugging_face"
+
+
 def family_weights(config: RLConfig) -> WeightMap:
     """Return how Hugging Face calls the model's tensors; Llama's names where no directory says which family it is."""
     named = config.checkpoint.load_hf or config.model.hf_config

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.checkpoint import tensors
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import (
     ModelFacts,
@@ -271,6 +272,9 @@ def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(one_rank: Paralle
     policy = tiny_policy(tiny_config(make_vocab_size_divisible_by=8))
     before = weights_fingerprint(policy, one_rank)
     assert weights_fingerprint(policy, one_rank) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "SUMMED_AT_ONCE", 7)
+        assert weights_fingerprint(policy, one_rank) == before
     padded = tiny_policy(tiny_config(make_vocab_size_divisible_by=100), seed=2)
     assert padded.padded_vocab_size > policy.padded_vocab_size
     with torch.no_grad():

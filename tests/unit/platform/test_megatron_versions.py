@@ -17,7 +17,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
@@ -27,6 +29,8 @@ from megatron_rl.trainer import optimizer
 from tests.support.checkpoints import contents
 from tests.support.samples import all_equal, tiny_optimization, weights_of
 from tests.support.tiny import SHAPES
+
+_DESCRIPTION = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
 def test_the_mlp_of_a_layer_has_submodules() -> None:
@@ -191,3 +195,24 @@ def test_main_parameters_make_the_models_again(one_rank: object) -> None:
     megatron.remake_parameters(optimization.optimizer, optimization.wrapped)
     assert all_equal(weights, weights_of(optimization.policy))
 
+
+
+def test_weights_left_as_they_are_are_described_all_the_same(one_rank: object) -> None:
+    """Without these attributes every rank would count a weight of tensor parallelism as its own."""
+
+    def described() -> list[tuple[object, ...]]:
+        layer = layers.ColumnParallelLinear(4, 6, config=settings, init_method=init_method, bias=True)
+        other = layers.RowParallelLinear(
+            6, 4, config=settings, init_method=init_method, bias=False, input_is_parallel=True, skip_bias_add=True
+        )
+        weights = (layer.weight, layer.bias, other.weight)
+        return [tuple(getattr(each, name) for name in _DESCRIPTION) for each in weights]
+
+    drawn: list[torch.Tensor] = []
+    init_method = drawn.append
+    settings = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
+    with megatron.weights_left_as_they_are():
+        found = described()
+    assert not drawn
+    assert found == described() == [(True, 0, 1), (True, 0, 1), (True, 1, 1)]
+    assert [tuple(each.shape) for each in drawn] == [(6, 4), (4, 6)]
