@@ -33,6 +33,7 @@ def complete(
     recipe: str = "none",
     skip: tuple[str, ...] = (),
     taped_steps: bool = False,
+    samples: int = 2,
     **settings: Any,
 ) -> dict[str, Any]:
     """Tokens, log-probs and experts of this rank's groups by number, for each way of dealing them to the replicas.
@@ -52,7 +53,7 @@ def complete(
             engine = StagedEngine(policy, sizes, [END], letters, groups)
         lanes = engine.lanes if isinstance(engine, StagedEngine) else [engine]
         recorders = [taped(lane, policy, key_lengths=(48,)) for lane in lanes if taped_steps]
-        wanted = ragged_requests(GROUPS, num_samples=3, longest_prompt=30, max_new_tokens=16)
+        wanted = ragged_requests(GROUPS, num_samples=samples, longest_prompt=30, max_new_tokens=12)
         wanted += [replace(one, index=one.index + GROUPS, prompt_ids=one.prompt_ids + (1, 2)) for one in wanted]
         mine = [one for one in wanted if deal[one.index % GROUPS] == groups.rollout_group.rank()]
         answers, answered_calls = {}, 0

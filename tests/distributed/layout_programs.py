@@ -35,7 +35,7 @@ from tests.support.lora import adapted, move_b
 from tests.support.samples import own_reward, random_samples, rewards_of, with_experts, with_prompts
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
-COUNT = 20
+COUNT = 8
 
 
 def train(folder: str, parallel: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def one_case(
         samples = with_experts(samples, layers, config.model.num_experts, config.model.moe_router_topk)
     own = samples[groups.rollout_rank :: groups.rollout_size]
     metrics, tensors = [], {}
-    for batch_size in (COUNT, -(-count // 2)):
+    for batch_size in (count, -(-count // 2)):
         with rollout_mode(policy, optimization.wrapped):  # as in a run: all parameters of the last update are there
             updates = builder.updates(own, batch_size, seed=1)
         metrics.append(trainer.step(updates, rewards_of(samples)).metrics)

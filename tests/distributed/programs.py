@@ -28,7 +28,7 @@ from megatron_rl.trainer import optimizer
 from tests.support.tiny import single_thread, tiny_config
 from tests.support.toy import toy_run
 
-STEPS = 3
+STEPS = 2
 REPORTED = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "train/loss")
 
 

@@ -86,7 +86,7 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     for lane in lanes if case.get("twin") else ():  # of an engine with graphs
         sizes = graph_sizes(lane.max_batch_size, 16), graph_key_lengths(options.max_sequence_length)
         lane.runner.graphs = DecodeGraphs(lane.runner, policy, EagerRecorder(), *sizes)
-    wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 16} | dict(case.get("requests", {}))
+    wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 10} | dict(case.get("requests", {}))
     # At least `FEWEST_ROWS` tokens: a shorter prompt computed alone adds up in another order, on one rank as well.
     requests = [
         replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids), hints=Hints(wants_routing=replay))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,53 +27,68 @@ DEALS = {"uneven": [0, 0, 0, 0, 1], "one has all": [0, 0, 0, 0, 0]}
 """The replica of each group."""
 
 
-@pytest.fixture(scope="module")
-def one() -> dict[str, Any]:
-    return run_ranks("tests.distributed.expert_programs:complete", 1, parallel={}, deals={"all": [0] * 5})[0]["all"]
+@functools.cache
+def one(**given: Any) -> dict[str, Any]:
+    """What one rank has with the same settings."""
+    program = "tests.distributed.expert_programs:complete"
+    return run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)[0]["all"]
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in LAYOUTS]
 )
-def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
+def test_as_on_one_rank(layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
     replicas = world_size // parallel.get("tensor_model_parallel_size", 1)
     deals = DEALS if replicas > 1 else {"all": [0] * 5}
     program = "tests.distributed.expert_programs:complete"
     ranks = run_ranks(program, world_size, parallel=parallel, deals=deals, no_moe_grouped_gemm="loop" in layout)
     for deal in deals:
-        agree([rank[deal] for rank in ranks], one)
+        agree([rank[deal] for rank in ranks], one())
     if replicas > 1:
         assert ranks[-1]["one has all"]["decode steps"] == 0  # it took part all the same
         assert ranks[0]["one has all"]["answered calls"] == 0, "the call was cancelled"
 
 
-@pytest.mark.parametrize(("layout", "recipe"), [("EP2", "int8"), ("TP2 x EP2, ETP1", "none")])
+LINEARS = {
+    "mixed": "layers.2.mlp.shared_experts.linear_fc2",
+    "sinks": "layers.1.mlp.experts.local_experts.0.linear_fc1",
+    "latent, experts": "layers.1.self_attention.linear_kv_up_proj",
+}
+"""One that is quantised, by the shape."""
+
+
 @pytest.mark.parametrize(
-    ("shape", "linear"), [("mixed", "layers.2.mlp.shared_experts.linear_fc2"),
-                          ("sinks", "layers.1.mlp.experts.local_experts.0.linear_fc1"),
-                          ("latent, experts", "layers.1.self_attention.linear_kv_up_proj")],
-)  # fmt: skip
-def test_layers_beyond_routed_experts(shape: str, linear: str, layout: str, recipe: str) -> None:
+    ("shape", "layout", "recipe"),
+    [
+        ("mixed", "EP2", "int8"),
+        ("mixed", "TP2 x EP2, ETP1", "none"),
+        ("sinks", "EP2", "int8"),
+        ("latent, experts", "TP2 x EP2, ETP1", "none"),
+        # Their parts meet in the four above.
+        pytest.param("sinks", "TP2 x EP2, ETP1", "none", marks=pytest.mark.long),
+        pytest.param("latent, experts", "EP2", "int8", marks=pytest.mark.long),
+    ],
+)
+def test_layers_beyond_routed_experts(shape: str, layout: str, recipe: str) -> None:
     """Shared experts, sigmoid scores, a bias, groups, and a dense layer that has no part in the ranks' exchange; or
     sinks, windows and biases, or latent attention."""
     world_size, parallel = LAYOUTS[layout]
     program, given = "tests.distributed.expert_programs:complete", {"shape": shape, "recipe": recipe}
-    (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)
     deals = DEALS if layout == "EP2" else {"all": [0] * 5}
     ranks = run_ranks(program, world_size, parallel=parallel, deals=deals, **given)
     for deal in deals:
-        agree([rank[deal] for rank in ranks], one["all"])
+        agree([rank[deal] for rank in ranks], one(**given))
         quantised = [name for name, ran, _ in ranks[0][deal]["audit"] if ran.startswith("int8")]
-        assert (linear in quantised) == (recipe == "int8")
+        assert (LINEARS[shape] in quantised) == (recipe == "int8")
 
 
-def test_graphs_of_experts_over_ranks(one: dict[str, Any]) -> None:
+def test_graphs_of_experts_over_ranks() -> None:
     """A tape in a graph's place: both ranks record and replay together, also where one has no sequences at all."""
     program = "tests.distributed.expert_programs:complete"
     ranks = run_ranks(program, 2, parallel=SHARED, deals=DEALS, taped_steps=True)
     for deal in DEALS:
-        agree([rank[deal] for rank in ranks], one)
+        agree([rank[deal] for rank in ranks], one())
         (recorded, replayed), other = (rank[deal]["tapes"] for rank in ranks)
         assert [recorded, replayed] == other
         assert replayed >= ranks[0][deal]["decode steps"] > 0
@@ -86,16 +102,15 @@ def test_quantised_as_on_one_rank(layout: str) -> None:
     Tensor-parallel ranks would scale the inputs of attention's projection by themselves, so it stays as it is there.
     """
     world_size, parallel = LAYOUTS[layout]
-    program, given = "tests.distributed.expert_programs:complete", {"recipe": "int8"}
+    program, given = "tests.distributed.expert_programs:complete", dict[str, Any](recipe="int8")
     deals = {"all": [0] * 5} if "TP" in layout else DEALS
-    given["skip"] = ["*.linear_proj"] if "TP" in layout else []
-    (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)
+    given["skip"] = ("*.linear_proj",) if "TP" in layout else ()
     loop = {"no_moe_grouped_gemm": "loop" in layout}
     ranks = run_ranks(program, world_size, parallel=parallel, deals=deals, **given, **loop)
     experts = [f"mlp.experts.local_experts.{expert}.linear_fc{number}" for expert in range(4) for number in (1, 2)]
     names = ["self_attention.linear_proj", "self_attention.linear_qkv", *experts]
     for deal in deals:
-        agree([rank[deal] for rank in ranks], one["all"])
+        agree([rank[deal] for rank in ranks], one(**given))
         for rank in ranks:
             rows = rank[deal]["audit"]
             assert [name for name, *_ in rows] == [f"layers.{layer}.{name}" for layer in range(2) for name in names]
@@ -111,14 +126,15 @@ SAID = "So codes depend on the tensor-parallel size"
 @pytest.mark.parametrize("recipe", ["int8", "fp8"])
 def test_quantised_experts_that_are_cut(recipe: str) -> None:
     """Scales are those of a rank's part alone, stacked as one by one, and the document says so."""
-    program, given = "tests.distributed.expert_programs:complete", {"deals": {"all": [0] * 5}, "recipe": recipe}
+    program = "tests.distributed.expert_programs:complete"
+    given = {"deals": {"all": [0] * 5}, "recipe": recipe, "samples": 3}
     loop = run_ranks(program, 2, parallel=TENSOR, **given, no_moe_grouped_gemm=True)
     for rank in run_ranks(program, 2, parallel=TENSOR, **given):
         agree([rank["all"]], loop[0]["all"])
         assert [row[:2] for row in rank["all"]["audit"]] == [row[:2] for row in loop[0]["all"]["audit"]]
-    (one,) = run_ranks(program, 1, parallel={}, **given)
-    samples = [[answer for answers in found["all"]["answers"].values() for answer in answers] for found in (*loop, one)]
-    others = sum(ours[0] != whole[0] for ours, _, whole in zip(*samples, strict=True))
+    whole = one(recipe=recipe, samples=3)
+    samples = [[a for answers in found["answers"].values() for a in answers] for found in (loop[0]["all"], whole)]
+    others = sum(ours[0] != theirs[0] for ours, theirs in zip(*samples, strict=True))
     text = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text(encoding="utf-8")
     assert (SAID in text) == (others > 0), f"{others} samples have other tokens than one rank's"
 
@@ -143,18 +159,20 @@ def test_what_one_rank_cannot_quantise_all_refuse(loop: bool) -> None:
     assert "layers.0.mlp.experts.local_experts.3.linear_fc2 holds NaN" in first
 
 
-@pytest.mark.parametrize(("recipe", "chunks", "taped"), [("none", None, False), ("int8", 2, False), ("none", 2, True)])
+@pytest.mark.parametrize(
+    ("recipe", "chunks", "taped"),
+    [("none", None, False), ("none", 2, True), pytest.param("int8", 2, False, marks=pytest.mark.long)],
+)
 def test_on_stages_as_on_one_rank(recipe: str, chunks: int | None, taped: bool) -> None:
-    """Four layers on two stages, whole and interleaved, of two copies that share experts.
+    """Four layers on two stages, whole and interleaved, of two copies that share experts. test_stages.py has int8.
 
     With tapes all make as many steps, in as many parts as a rank has chunks.
     """
     program, given = "tests.distributed.expert_programs:complete", {"num_layers": 4, "recipe": recipe}
-    (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)
     parallel = SHARED | {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
     ranks = run_ranks(program, 4, parallel=parallel, deals=DEALS, **given, taped_steps=taped)
     for deal in DEALS:
-        agree([rank[deal] for rank in ranks], one["all"])
+        agree([rank[deal] for rank in ranks], one(**given))
         assert {len(rank[deal]["audit"]) for rank in ranks} == {0 if recipe == "none" else 40}
         (recorded, replayed), *others = (rank[deal]["tapes"] for rank in ranks)
         assert all(other == [recorded, replayed] for other in others)

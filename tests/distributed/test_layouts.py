@@ -28,10 +28,12 @@ LORA = {"lora_rank": 4, "grpo_kl_beta": 0.1}
 """The reference is the model without the adapters."""
 FEW = {"samples": 1}
 """Of two replicas one has no micro-batch."""
+MANY = {"samples": 20}
+"""Five micro-batches in an update, so that stages have some in steady state."""
 LATENT, LATENT_EXPERTS = (changes | {"num_layers": 4} for changes in (LATENT, LATENT_EXPERTS))
 LATENT_EXPERTS |= {"moe_layer_freq": "([0]*1+[1]*3)"}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": MANY,
     "tied": TIED,
     "fused": FUSED,
     "recomputed": RECOMPUTED,
@@ -86,11 +88,11 @@ CASES: dict[str, dict[str, Any]] = {
     "shared, overlaps": SHARED_PROMPTS | OVERLAP,
     "shared, experts": SHARED_PROMPTS | EXPERTS,
     "shared, windows": SHARED_PROMPTS | WINDOWS,
-    "odd bins": {"rl_sequence_packing_bin_size": 49},
+    "odd bins": MANY | {"rl_sequence_packing_bin_size": 49},
     "few": FEW,
     "few, tied": FEW | TIED,
-    "distributed": {"use_distributed_optimizer": True},
-    "overlaps": OVERLAP,
+    "distributed": MANY | {"use_distributed_optimizer": True},
+    "overlaps": MANY | OVERLAP,
     "overlaps, few": OVERLAP | FEW,
     "overlaps, few, tied": OVERLAP | FEW | TIED,
 }
@@ -194,9 +196,40 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 LONG = (
     "PP2 x VPP2 x DP2", "PP4", "EP2 x PP2", "EP2 x PP2 x VPP2", "TP2 x EP4, ETP1", "CP2 x DP2", "CP4",
 )  # fmt: skip
+CONTAINED = {
+    "TP2, sequence-parallel": {"shared", "lora, experts"},
+    "PP2": {"tied", "experts", "balanced"},
+    "PP2 x VPP2": {"tied"},
+    "PP2 x DP2": {"distributed", "few, tied", "lora, overlaps"},
+    "TP2 x PP2, sequence-parallel": {"tied", "replayed", "windows"},
+    "EP2": {"experts", "replayed", "experts, few", "experts, overlaps"},
+    "EP2 x DP2": {"experts", "experts, distributed", "experts, overlaps, few"},
+    "TP2 x EP2, ETP1": {"experts", "replayed"},
+    "TP2 x EP2, ETP2": {"experts"},
+    "CP2": {"tied", "recomputed", "windows"},
+    "CP2 x TP2, sequence-parallel": {"tied", "replayed"},
+    "CP2 x PP2": {"tied"},
+    "CP2 x EP2": {"experts", "experts, few"},
+}
+"""Left to ``--long``, as another case of the layout, or the same case of a smaller one, has its parts: "windows" is
+tied, "mixed" and "balanced" have experts, "experts, taught" replays, and overlaps have the distributed optimizer."""
 TOLERANCE = 2e-5
 NOT_SHARED = frozenset({"actor/expert_load_max"})
 """Counts what routers saw, so what is shared once."""
+
+
+def cases_of(layout: str, with_long: bool) -> list[str]:
+    """Names of the cases that ``layout`` is tried on."""
+    cases = LAYOUTS[layout][2]
+    if with_long:
+        return cases
+    return [case for case in cases if layout not in LONG and case not in CONTAINED.get(layout, ())]
+
+
+def references(with_long: bool) -> list[str]:
+    """Names of the cases that one rank computes for the others to be compared with."""
+    compared = {REFERENCE.get(case, case) for layout in LAYOUTS for case in cases_of(layout, with_long)}
+    return [case for case in CASES if case in compared]
 
 
 Found = tuple[list[Any], dict[str, dict[str, torch.Tensor]]]
@@ -237,13 +270,14 @@ def assert_equal(found: Found, on_one_rank: Found, without: frozenset[str] = fro
 class Results:
     """Runs a layout when a test first asks for it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, with_long: bool) -> None:
+        self._folder, self._with_long = folder, with_long
         self._metrics: dict[str, list[dict[str, Any]]] = {}
 
     def of(self, layout: str | None, case: str) -> Found:
         """``layout`` None is one rank."""
-        world_size, parallel, names = LAYOUTS[layout] if layout else (1, {}, [c for c in CASES if c not in REFERENCE])
+        world_size, parallel, _ = LAYOUTS[layout] if layout else (1, {}, [])
+        names = cases_of(layout, self._with_long) if layout else references(self._with_long)
         folder = self._folder / str(layout)
         if str(layout) not in self._metrics:
             folder.mkdir()
@@ -258,14 +292,14 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(tmp_path_factory.mktemp("layouts"))
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("layouts"), request.config.getoption("--long"))
 
 
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(layout, case, marks=[pytest.mark.long] if layout in LONG else [])
+        pytest.param(layout, case, marks=[] if case in cases_of(layout, with_long=False) else [pytest.mark.long])
         for layout, (_, _, cases) in LAYOUTS.items()
         for case in cases
     ],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.programs import STEPS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import POST_NORMS
 
@@ -85,24 +86,30 @@ _ONE_COPY = {"three_groups", "one_group"}
 LONG = {
     "data": _SHAPES | {
         "fewer_groups_than_ranks", "biases_and_layernorm", "recompute_full", "fused_output_layer", "supervised_experts",
-        "several_updates+distributed",
+        "several_updates+distributed", "plain+distributed", "supervised+distributed",
     },
     "tensor": _SHAPES | _IN_OVERLAP | _ONE_COPY | {
         "recompute_full", "fused_output_layer", "entropy_and_correction", "several_updates",
-        "fused_output_layer+overlap",
+        "fused_output_layer+overlap", "post_norms", "plain+distributed",
     },
     "tensor+sequence": _SHAPES | _IN_OVERLAP | _ONE_COPY | {
-        "recompute_full", "fused_output_layer", "entropy_and_correction",
+        "recompute_full", "fused_output_layer", "entropy_and_correction", "fused_output_layer+overlap",
+        "plain+distributed",
     },
     "tensor+data": {*MODELS, *OPTIMIZERS},
 }  # fmt: skip
-"""What only ``--long`` runs. Replicas do not know what a layer is made of; ``fewer_groups_than_ranks`` and ``experts``
-have qk_layernorm, and test_layouts.py has fused and recomputed layers. Overlap has the distributed optimizer too, and
-only replicas can have too few groups."""
+"""What only ``--long`` runs; on one rank, what nothing else is compared with.
+
+Replicas do not know what a layer is made of; ``fewer_groups_than_ranks`` and ``experts`` have qk_layernorm, and
+test_layouts.py has fused and recomputed layers. Overlap has the distributed optimizer too, and only replicas can have
+too few groups."""
 
 
 def variants_of(topology: str, with_long: bool) -> list[str]:
     """Names of the variants that ``topology`` is tried on."""
+    if topology == "one" and not with_long:
+        compared = [name for other in TOPOLOGIES if other != "one" for name in variants_of(other, with_long)]
+        return [name for name in MODELS if name in {other.partition("+")[0] for other in compared}]
     return [
         variant
         for variant in (*MODELS, *(OPTIMIZERS if topology != "one" else ()))
@@ -125,7 +132,7 @@ class Reports:
     """Runs a topology when a test first asks for it."""
 
     def __init__(self, folder: Path, with_long: bool) -> None:
-        self._folder, self._with_long = folder, with_long
+        self._folder, self.with_long = folder, with_long
         self._reports: dict[str, dict[str, Any]] = {}
 
     def report(self, topology: str, variant: str) -> dict[str, Any]:
@@ -142,7 +149,7 @@ class Reports:
     def _run(self, topology: str) -> dict[str, Any]:
         folder = self._folder / topology
         folder.mkdir()
-        variants = {name: (MODELS | OPTIMIZERS)[name] for name in variants_of(topology, self._with_long)}
+        variants = {name: (MODELS | OPTIMIZERS)[name] for name in variants_of(topology, self.with_long)}
         if topology == "tensor+sequence":
             variants = {name: changes | SEQUENCE_PARALLEL for name, changes in variants.items()}
         world_size, tensor_size = TOPOLOGIES[topology]
@@ -175,7 +182,7 @@ def test_many_ranks_equal_one(reports: Reports, topology: str, variant: str) -> 
     assert actual.get("greedy") == expected.get("greedy")
     # Rollouts switch it off; the numbers would be the same if it stayed off.
     assert actual["sequence_parallel"] == (topology == "tensor+sequence")
-    assert len(actual["metrics"]) == len(expected["metrics"]) >= 3
+    assert len(actual["metrics"]) == len(expected["metrics"]) == STEPS
     for own, other in zip(actual["metrics"], expected["metrics"], strict=True):
         assert own.keys() == other.keys()
         for name, value in other.items():
@@ -188,7 +195,7 @@ def test_many_ranks_equal_one(reports: Reports, topology: str, variant: str) -> 
 
 def test_training_moved_the_weights_and_answers_are_answers(reports: Reports) -> None:
     """The comparison above would hold for a run that does nothing."""
-    for variant in MODELS:
+    for variant in variants_of("one", reports.with_long):
         before, after = (reports.weights("one", variant, when) for when in ("before", "after"))
         moved = [(after[name] - before[name]).abs().max().item() for name in before]
         assert min(moved) > 100 * WEIGHT_TOLERANCE, variant

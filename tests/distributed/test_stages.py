@@ -93,8 +93,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 COMPARED = {"TP2 x PP2": "TP2", "CP2 x TP2, sequence-parallel": "TP2"}
 """With another layout than one rank."""
 LONG = ("PP4", "CP2 x TP2, sequence-parallel")
-Results = dict[str, list[dict[str, Any]]]
-"""Of each rank, by layout."""
+CONTAINED = {
+    "PP2": {"pages", "interrupted", "windows", "windows, int8", "experts"},
+    "PP2 x VPP2": {"plain"},
+    "TP2 x PP2": {"plain"},
+}
+"""Left to ``--long``: on the same stages another case has this one's parts, most with tapes."""
+
+
+class Results(dict[str, list[dict[str, Any]]]):
+    """Of each rank, by layout."""
+
+    with_long = False
+
+
 TOLERANCES = dict.fromkeys((name for name in CASES if name.startswith("experts")), 1e-5)
 TOLERANCES |= dict.fromkeys(("interrupted", "interrupted, taped"), 5e-6)
 """An expert may get fewer than `FEWEST_ROWS` tokens: its products depend on who else is in the lane. Lanes are
@@ -102,14 +114,33 @@ interrupted at other tokens, and a prefill adds up in another order than decode 
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results(request: pytest.FixtureRequest) -> Results:
     """Of the layouts that a test has asked for."""
-    return {}
+    found = Results()
+    found.with_long = request.config.getoption("--long")
+    return found
+
+
+def cases_of(layout: str, with_long: bool) -> list[str]:
+    """Names of the cases that ``layout`` is tried on, or that others are compared with."""
+    if layout in COMPARED.values() or layout == "one":
+        others = [other for other in LAYOUTS if other not in ("one", "TP2") and COMPARED.get(other, "one") == layout]
+        compared = {reference(case) for other in others for case in cases_of(other, with_long)}
+        return [case for case in CASES if case in compared]
+    if with_long:
+        return LAYOUTS[layout][2]
+    return [case for case in LAYOUTS[layout][2] if layout not in LONG and case not in CONTAINED.get(layout, ())]
+
+
+def reference(case: str) -> str:
+    """What it is without stages, where nothing is taped."""
+    return case.partition(", taped")[0]
 
 
 def of(results: Results, layout: str) -> list[dict[str, Any]]:
-    ranks, parallel, names = LAYOUTS[layout]
+    ranks, parallel, _ = LAYOUTS[layout]
     if layout not in results:
+        names = cases_of(layout, with_long=results.with_long)
         cases = {name: CASES[name] for name in names}
         program = "tests.distributed.stage_programs:roll_out"
         results[layout] = run_ranks(program, ranks, timeout=600, parallel=parallel, cases=cases)
@@ -119,21 +150,21 @@ def of(results: Results, layout: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(layout, case, marks=[pytest.mark.long] if layout in LONG else [])
+        pytest.param(layout, case, marks=[] if case in cases_of(layout, with_long=False) else [pytest.mark.long])
         for layout, (_, _, cases) in LAYOUTS.items()
         if layout not in ("one", "TP2")
         for case in cases
     ],
 )
 def test_as_without_stages(results: Results, layout: str, case: str) -> None:
-    one, tolerance = of(results, COMPARED.get(layout, "one"))[0], TOLERANCES.get(case, 0.0)
+    one, tolerance = of(results, COMPARED.get(layout, "one"))[0][reference(case)], TOLERANCES.get(case, 0.0)
     for number, rank in enumerate(of(results, layout)):
         for seed in (1, 2):
             for what in ("tokens", "endings"):
-                assert rank[case][f"{what} {seed}"] == one[case][f"{what} {seed}"]
-            for own, wanted in zip(rank[case][f"logprobs {seed}"], one[case][f"logprobs {seed}"], strict=True):
+                assert rank[case][f"{what} {seed}"] == one[f"{what} {seed}"]
+            for own, wanted in zip(rank[case][f"logprobs {seed}"], one[f"logprobs {seed}"], strict=True):
                 assert own == (wanted if tolerance == 0 else pytest.approx(wanted, abs=tolerance))
-        assert rank[case]["audit"] == one[case]["audit"]
+        assert rank[case]["audit"] == one["audit"]
         if "taped" in case:
             # All steps but those of the first rollout on 8-bit copies, which the audit looks at.
             chunks = LAYOUTS[layout][1].get("num_virtual_stages_per_pipeline_rank", 1)
@@ -166,7 +197,7 @@ def test_the_cases_are_what_they_are_called(results: Results) -> None:
     assert {name: report["lanes"] for name, report in first.items() if report["lanes"] != 2} == {"few rows": 1}
     assert first["rows within a budget"]["rows"] == second["rows within a budget"]["rows"] == 10  # 6.5 x 5 / 3
     assert first["experts within a budget"]["rows"] == second["experts within a budget"]["rows"] == 9
-    assert all(first[case]["counts"] == second[case]["counts"] for case in CASES)
+    assert all(first[case]["counts"] == second[case]["counts"] for case in first)
     assert first["pages, preempted"]["counts"]["preemptions"] > 0
     for case in ("prefixes", "prefixes in pages"):
         assert first[case]["counts"]["reused_tokens"] > 0

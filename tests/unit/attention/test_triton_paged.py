@@ -77,8 +77,9 @@ class KernelChecks:
     def test_sinks(self, dtype, lengths):
         self.check(self.pages(lengths, block_size=64, dtype=dtype, sinks=[-3.0, 0.0, 2.0, 5.0]))
 
-    @pytest.mark.parametrize("sinks", [[], [-3.0, 0.0, 2.0, 5.0]], ids=["plain", "sinks"])
-    @pytest.mark.parametrize("window", [1, 70, 256, 2000])
+    @pytest.mark.parametrize(
+        ("window", "sinks"), [(1, []), (70, [-3.0, 0.0, 2.0, 5.0]), (256, []), (2000, [-3.0, 0.0, 2.0, 5.0])]
+    )
     def test_windows(self, window, sinks):
         pages = self.pages([1, 300, 17, 700], block_size=64, window=window, sinks=sinks, max_length=1300)
         self.check(pages, starts=[0, 210, 0, 690])

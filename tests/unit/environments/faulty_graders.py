@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ def _memory() -> None:
 
 
 def _write() -> None:
-    with open("/tmp/written_by_a_grader", "w", encoding="utf-8") as file:
+    with tempfile.TemporaryFile("w", encoding="utf-8", dir="/tmp") as file:
         file.write("x")
 
 

@@ -44,8 +44,10 @@ def names(linears: QuantizedLinears) -> list[str]:
     return [layer.name for layer in linears.layers]
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("recipe", [*QUANTIZING, INT4])
+@pytest.mark.parametrize(
+    ("recipe", "bf16"),
+    [(recipe, False) for recipe in (*QUANTIZING, INT4)] + [(recipe, True) for recipe in ("int8", "int8_smooth", "fp8")],
+)
 def test_rollouts_draw_the_same(recipe: str, bf16: bool) -> None:
     """Tokens, log-probs to the bit, and the audit's table; int8_smooth with the same calibration of each expert."""
     found = []
