@@ -17,6 +17,11 @@ from pydantic import BaseModel
 ASK = "Tell me of Paris."
 
 
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
 class City(BaseModel):
     name: str
     country: str
@@ -66,6 +71,64 @@ class Clients:
         agent.run("What is 2 + 3?")
         return "`ToolCallingAgent` with calls that it forces"
 
+    def anthropic(self) -> str:
+        import anthropic
+
+        client = anthropic.Anthropic(base_url=self._url.removesuffix("/v1"), api_key=self._token)
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        tools = [{"name": "add", "description": "Adds one.", "input_schema": schema}]
+        asked = {"model": "policy", "max_tokens": 64, "messages": [{"role": "user", "content": "What is 2 + 1?"}]}
+        forced = client.messages.create(**asked, tools=tools, tool_choice={"type": "tool", "name": "add"})
+        assert forced.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": forced.content[-1].id, "content": "3"}
+        messages = [*asked["messages"], {"role": "assistant", "content": forced.content}]
+        asked["messages"] = [*messages, {"role": "user", "content": [result]}]
+        with client.messages.stream(**asked, tools=tools) as stream:
+            usage = stream.get_final_message().usage
+        counted = client.messages.count_tokens(model="policy", messages=asked["messages"], tools=tools)
+        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+        return "a forced call, its result, a stream, `count_tokens`"
+
+    def openai(self) -> str:
+        import openai
+
+        client = openai.OpenAI(base_url=self._url, api_key=self._token)
+        assert client.responses.parse(model="policy", input=ASK, text_format=City).output_parsed is not None
+        events = list(client.responses.create(model="policy", input=ASK, max_output_tokens=32, stream=True))
+        assert events[-1].type in ("response.completed", "response.incomplete")
+        return "`responses.parse` by JSON schema, a stream of responses"
+
+    def openai_agents(self) -> str:
+        import agents
+        import openai
+
+        agents.set_tracing_disabled(True)
+        client = openai.AsyncOpenAI(base_url=self._url, api_key=self._token)
+        model = agents.OpenAIResponsesModel("policy", client)
+        agent = agents.Agent("adder", model=model, tools=[agents.function_tool(add)])
+        agents.Runner.run_sync(agent, "What is 2 + 3?", max_turns=8)
+        return "`Runner` with tools, by `OpenAIResponsesModel`"
+
+    def pydantic_ai_slim(self) -> str:
+        import openai
+        from pydantic_ai import Agent
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        client = openai.AsyncOpenAI(base_url=self._url, api_key=self._token)
+        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
+        assert isinstance(Agent(model, output_type=City).run_sync(ASK).output, City)
+        Agent(model, tools=[add]).run_sync("What is 2 + 3?")
+        return "`Agent` with tools, and typed answers by a forced call"
+
+    def langchain(self) -> str:
+        from langchain.agents import create_agent
+        from langchain_openai import ChatOpenAI
+
+        chat = ChatOpenAI(base_url=self._url, api_key=self._token, model="policy", temperature=0)
+        create_agent(chat, [add]).invoke({"messages": [{"role": "user", "content": "What is 2 + 3?"}]})
+        return "`create_agent` with tools"
+
     def lm_eval(self) -> str:
         import torch
         import transformers
@@ -104,7 +167,10 @@ def main() -> None:
     with open(token_file) as file:
         clients = Clients(url, file.read().strip(), directory)
     print("| client | what works |\n|---|---|")
-    for name in ("instructor", "langchain_openai", "smolagents", "lm_eval"):
+    for name in (
+        "anthropic", "openai", "openai_agents", "instructor", "langchain", "langchain_openai", "pydantic_ai_slim",
+        "smolagents", "lm_eval",
+    ):  # fmt: skip
         print(row(name, getattr(clients, name)), flush=True)
 
 

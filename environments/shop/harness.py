@@ -50,9 +50,9 @@ class ShopHarness(HarnessEnvironment, Shop):
         return Shop.grade(self, task, Transcript(text, "stop" if ended else "length", 0))
 
     def gold_turns(self, task: Task) -> list[str | Message]:
-        """The calls as an endpoint gives them."""
+        """The calls as an endpoint gives them, each with an id of its own."""
         *calls, answer = super().gold_turns(task)
-        read = [parse(call, self.tools).calls[0].as_message() for call in calls]
+        read = [parse(call, self.tools, prefix=f"call_{n}").calls[0].as_message() for n, call in enumerate(calls)]
         return [*({"role": "assistant", "content": None, "tool_calls": [call]} for call in read), answer]
 
     def demonstrations(self, split: Split) -> Iterator[Demonstration]:

@@ -95,7 +95,8 @@ def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> li
         report(name, f"environment {name!r}", doing)
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what a data set was left without
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every call of a harness
+    for library in ("httpx", "httpx2"):
+        logging.getLogger(library).setLevel(logging.WARNING)  # else a line for every call of a harness
     is_list = is_entry(name) or name.endswith((".yaml", ".yml"))
     if is_list and options:
         raise ConfigError([f"--option {options[0]} is for an environment's name; write it into args of the list"])

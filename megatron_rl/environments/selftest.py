@@ -203,10 +203,39 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": {"message": message, "type": "invalid_request_error"}}, 400)
         elif self.path.endswith("/chat/completions"):
             self._chat(said, asked)
+        elif self.path.endswith(("/responses", "/messages")):
+            self._blocks(said, asked)
         else:
             text = said if isinstance(said, str) else str(said.get("content") or "")
             choice = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": None}
             self._answer(_completion("text_completion", choice, asked))
+
+    def _blocks(self, said: Said, asked: Mapping[str, Any]) -> None:
+        """The turn as OpenAI's items, or as Anthropic's blocks; not as a stream."""
+        if asked.get("stream"):
+            message = "the model of the self-test streams /v1/chat/completions alone; leave out 'stream' here"
+            self._answer({"error": {"message": message, "type": "invalid_request_error"}}, 400)
+            return
+        message = {"content": said} if isinstance(said, str) else said
+        text, calls = message.get("content"), message.get("tool_calls") or ()
+        about = {"id": "scripted-0", "model": asked.get("model", "policy")}
+        usage = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+        if self.path.endswith("/responses"):
+            usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+            part = {"type": "output_text", "text": text, "annotations": []}
+            whole = {"type": "message", "id": "msg_0", "role": "assistant", "status": "completed", "content": [part]}
+            output = [*([whole] if text or not calls else [])]
+            output += [{"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls]
+            about |= {"object": "response", "created_at": 0, "status": "completed", "output": output}
+            about |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        else:
+            content = [{"type": "text", "text": text or ""}] if text or not calls else []
+            for call in calls:
+                called = {"name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
+                content.append({"type": "tool_use", "id": call["id"], **called})
+            about |= {"type": "message", "role": "assistant", "content": content, "stop_sequence": None}
+            about |= {"stop_reason": "tool_use" if calls else "end_turn"}
+        self._answer(about | {"usage": usage})
 
     def do_GET(self) -> None:
         self._answer({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": ""}]})

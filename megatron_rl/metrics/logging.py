@@ -13,8 +13,8 @@ LONGEST_MESSAGE = 20_000
 """Characters: the table of a large model's layers, and not the value of megabytes that an error may quote."""
 
 NOISY_LOGGERS = (
-    "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub", "matplotlib", "megatron.core",
-    "torch", "transformers", "urllib3", "waitress", "wandb", "werkzeug",
+    "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub", "matplotlib",
+    "megatron.core", "torch", "transformers", "urllib3", "waitress", "wandb", "werkzeug",
 )  # fmt: skip
 NOISY_WARNINGS = (
     # Said once per megatron-core module that has a faster variant with the extra.

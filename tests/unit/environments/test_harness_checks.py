@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from megatron_rl.environments.__main__ import main
 from megatron_rl.environments.loading import survey_list
-from megatron_rl.environments.selftest import rehearse
+from megatron_rl.environments.selftest import rehearse, script_of, scripted_model
 from tests.unit.environments.conftest import problems_of
 from tests.unit.environments.harnesses import Talk
 
@@ -76,3 +77,25 @@ def test_a_proxy_of_the_machine_does_not_come_between(hostile_path, monkeypatch)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
     environment = Talk()
     assert rehearse(environment, next(environment.tasks("train")), ["7"]).reward == 7.0
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_the_scripted_model_answers_other_apis(path: str):
+    """As the endpoint does, but for streams."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = ["It is 3", {"role": "assistant", "content": None, "tool_calls": [call]}]
+    asked = {"model": "policy", "max_tokens": 9, "input": "1+2", "messages": [{"role": "user", "content": "1+2"}]}
+    with scripted_model(script_of(turns)) as url:
+        text, called = (httpx.post(f"{url}/{path}", json=asked).json() for _ in turns)
+        ended = httpx.post(f"{url}/{path}", json=asked)
+    with scripted_model(script_of(turns)) as url:
+        streamed = httpx.post(f"{url}/{path}", json=asked | {"stream": True})
+    assert (ended.status_code, streamed.status_code) == (400, 400)
+    assert "stream" in streamed.json()["error"]["message"]
+    if path == "messages":
+        assert (text["content"], text["stop_reason"]) == ([{"type": "text", "text": "It is 3"}], "end_turn")
+        assert called["content"] == [{"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}]
+        assert called["stop_reason"] == "tool_use"
+    else:
+        assert [item["content"][0]["text"] for item in text["output"]] == ["It is 3"]
+        assert called["output"] == [{"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}]
