@@ -240,7 +240,7 @@ def _build_and_execute(
     logger.info("%s: %s", status, config.logging.run_dir)
     if status == "finished" and not config.training.eval_only and run.progress.updates == 0:
         if groups.is_main:
-            logger.error("finished without a single update: the weights are those the run started from")
+            logger.error("finished without a single update: usually no reward variance; read answers in report.html")
         return NO_UPDATE
     return 0
 
