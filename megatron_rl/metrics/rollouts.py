@@ -5,7 +5,7 @@ For prompt ``P0 P1`` and answer ``A0 E``::
     {"step": 12, "environment": "arithmetic", "task_id": "7", "sample": 0, "branch": 0,
      "prompt": "<bos>2+2=", "prompt_ids": [P0, P1], "gold": "4",
      "completion": "4", "token_ids": [A0, E], "inference_logprobs": [l2, l3], "token_texts": ["4", "<eos>"],
-     "reward": 1.0, "correct": true, "status": "ok", "code": "", ..., "finish_reason": "stop", "policy_version": 11}
+     "reward": 1.0, "turn_rewards": [], "correct": true, "status": "ok", ..., "policy_version": 11}
 
 The prompt is as the model saw it, special tokens included. ``correct`` is what evaluations count: the verdict, or else
 whether the reward is the highest; null where nobody can tell, and where the grade failed.

@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import SHAPES
 from tests.support.toy import toy_run
 
-TALKS = {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, "rl_eval_max_new_tokens": 40}
+TALKS = {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, "rl_eval_max_new_tokens": 40, "rl_turn_discount": 0.5}
 """An answer beside the sessions may have as many as one of an evaluation."""
 
 
@@ -49,14 +49,15 @@ async def converse(run: HarnessRun, judged: Judged) -> Grade:
     """The turns of a sample."""
     await give_up(run)
     async with openai.AsyncOpenAI(base_url=run.base_url, api_key=run.api_key, max_retries=0) as client:
-        prompt = run.task.prompt
+        prompt, earned = run.task.prompt, {}
         for number in range(TURNS):
             answer = await client.completions.create(model="policy", prompt=prompt)
             said = answer.choices[0]
             prompt += said.text
             result = answer_to(run.task, number, Turn(said.text, said.finish_reason, 0, number=number))
+            earned[answer.id] = result.turn_reward
             if result.continuation is None or number == TURNS - 1:
-                return Grade(result.reward)
+                return Grade(result.reward, completion_rewards=earned)
             prompt += result.continuation.messages[0]["content"]
             if number == 0:
                 await judged.judge(client, run.sample)

@@ -64,6 +64,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "correct": True,
         "extracted": None,
         "environment_spans": [],
+        "turn_rewards": [],
         "message": "",
         "metrics": {"length": 2.0},
         "token_texts": ["[5]", "[6]"],
