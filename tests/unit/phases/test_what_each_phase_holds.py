@@ -147,10 +147,10 @@ def test_updates_have_neither_cache_nor_copies_where_they_want_the_room(
     plenty.closing.close()
 
 
-def three_steps(groups: ParallelGroups, flags: dict[str, Any], folder: Path) -> tuple[list, Sequence[torch.Tensor]]:
+def two_steps(groups: ParallelGroups, flags: dict[str, Any], folder: Path) -> tuple[list, Sequence[torch.Tensor]]:
     run = toy_run(tiny_config(groups.world_size, **flags), groups)
     metrics = []
-    for step in (1, 2, 3):
+    for step in (1, 2):
         result = rl_step(run, step)
         book(run, result)
         metrics.append({name: value for name, value in result.metrics.items() if "timing" not in name})
@@ -164,12 +164,24 @@ UNLIKE = ("idle_share", "throughput", "per_s")
 """Metrics that have the time in them."""
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "stay" not in name])
+SMALL = {"hidden_size": 32, "ffn_hidden_size": 64}
+CONTAINED = ("state waits on the host", "critic")
+"""In "critic waits on the host"."""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in CONTAINED else [])
+        for name in VARIANTS
+        if "stay" not in name
+    ],
+)
 def test_what_leaves_changes_no_number(one_rank: ParallelGroups, tmp_path: Path, variant: str) -> None:
-    flags = SHARDED | VARIANTS[variant]
-    moved, after = three_steps(one_rank, flags, tmp_path / "moved")
+    flags = SHARDED | SMALL | VARIANTS[variant]
+    moved, after = two_steps(one_rank, flags, tmp_path / "moved")
     stays = flags | {"rl_keep_in_rollouts": ("weights", "gradients"), "rl_offload_optimizer_during_inference": False}
-    plain, wanted = three_steps(one_rank, stays, tmp_path / "plain")
+    plain, wanted = two_steps(one_rank, stays, tmp_path / "plain")
     for one, other in zip(moved, plain, strict=True):
         for name in one:
             assert one[name] == other[name] or any(word in name for word in UNLIKE), name
@@ -179,18 +191,18 @@ def test_what_leaves_changes_no_number(one_rank: ParallelGroups, tmp_path: Path,
 
 
 def two_replicas(folder: str, flags: dict[str, Any]) -> list[list[float]]:
-    """Runs on each rank: the weights after three steps."""
+    """Runs on each rank: the weights after two steps."""
     single_thread()
     config = tiny_config(2, **flags)
     groups = initialize(config.parallel, current_platform())
-    _, weights = three_steps(groups, flags, Path(folder))
+    _, weights = two_steps(groups, flags, Path(folder))
     shut_down()
     return [weight.float().flatten().tolist() for weight in weights]
 
 
 def test_two_replicas_make_the_weights_again_to_the_bit(tmp_path: Path) -> None:
     """Each has half of the main parameters; the other half comes with the gather."""
-    small = SHARDED | {"hidden_size": 32, "ffn_hidden_size": 64}
+    small = SHARDED | SMALL
     program = "tests.unit.phases.test_what_each_phase_holds:two_replicas"
     moved = run_ranks(program, 2, folder=str(tmp_path / "moved"), flags=small)
     stays = small | {"rl_keep_in_rollouts": ("weights", "gradients")}
