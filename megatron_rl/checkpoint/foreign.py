@@ -25,8 +25,8 @@ import torch
 
 from megatron_rl.checkpoint.dist_files import DistFiles
 from megatron_rl.errors import CheckpointError, shorten
-from megatron_rl.families.blocks import EMBEDDING
 from megatron_rl.families.layout import own_name
+from megatron_rl.families.parts import EMBEDDING
 from megatron_rl.user_files import read_json
 
 MODEL_FILE = "model_optim_rng.pt"

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.foreign import MODEL_FILE, chunks_of, has_rank_files
 from megatron_rl.checkpoint.saving import succeed_on_all_ranks
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, ModelLayout, Parameter
-from megatron_rl.families.blocks import EMBEDDING, HEAD
+from megatron_rl.families.parts import EMBEDDING, HEAD
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 

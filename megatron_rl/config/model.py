@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -267,13 +267,14 @@ def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "rl_inference_engine", f"{named}: megatron-core's engine computes Llama's layers; use rollout"
     if model.normalization != "RMSNorm":
         yield "normalization", f"{named}; use RMSNorm"
-    yield from _beside_experts_and_biases(model, used, gates, config.latent.multi_latent_attention)
+    built = _OF_GPT_OSS | ({"softmax_scale"} if config.latent.multi_latent_attention else set())
+    built |= {"apply_layernorm_1p"} if config.delta.linear_attention_freq is not None else set()
+    yield from _beside_experts_and_biases(model, used, gates, built)
 
 
 def _beside_experts_and_biases(
-    model: ModelConfig, used: Mapping[str, str], gates: Sequence[str], is_latent: bool
+    model: ModelConfig, used: Mapping[str, str], gates: Sequence[str], built: Set[str]
 ) -> Iterator[Finding]:
-    built = _OF_GPT_OSS | ({"softmax_scale"} if is_latent else set())
     others = [spelling for name, spelling in used.items() if name not in built]
     named = f"cannot be combined with {', '.join(others)}"
     if others and model.num_experts is not None:

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
 from megatron_rl.config.compatibility import CompatibilityConfig
+from megatron_rl.config.delta import DeltaConfig
 from megatron_rl.config.experts import ExpertConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.latent import LatentConfig
@@ -41,6 +42,7 @@ class RLConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     layers: LayerConfig = field(default_factory=LayerConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
+    delta: DeltaConfig = field(default_factory=DeltaConfig)
     experts: ExpertConfig = field(default_factory=ExpertConfig)
     rotation: RotationConfig = field(default_factory=RotationConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -104,7 +106,7 @@ class RLConfig:
 
     def architecture(self, vocab_size: int = 1) -> Architecture:
         """Return the model's shape; ``vocab_size`` as in `layout`."""
-        sections = self.model, self.layers, self.latent, self.experts, self.rotation
+        sections = self.model, self.layers, self.latent, self.delta, self.experts, self.rotation
         given = {name: value for section in sections for name, value in vars(section).items()}
         shape = {name: value for name, value in given.items() if name in Architecture.__dataclass_fields__}
         return Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0))
@@ -218,7 +220,7 @@ class RLConfig:
         return self.kv_cache_dtype != self._model_dtype
 
     def kv_cache_bytes(self, tokens: int, layout: ModelLayout | None = None) -> int:
-        """Return the bytes of one sequence: keys and values, and its experts where recorded.
+        """Return the bytes of one sequence: keys and values, recurrent states, and its experts where recorded.
 
         On the stage of ``layout``; without it on the stage that keeps the most.
         """
@@ -227,7 +229,8 @@ class RLConfig:
         numbers, layers = whole.slot_numbers(tokens), whole.most_layers
         if layout is not None:
             numbers, layers = layout.cache_numbers(tokens), len(layout.layers)
-        return numbers * size + (tokens * layers * whole.expert_bytes if self.rollout.rl_router_replay else 0)
+        held = numbers * size + whole.state_bytes(size)
+        return held + (tokens * layers * whole.expert_bytes if self.rollout.rl_router_replay else 0)
 
     @property
     def _model_dtype(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.config.algorithm import algorithm_problems, dynamic_sampling_problems, partial_rollout_problems
 from megatron_rl.config.compatibility import megatron_rl_problems
+from megatron_rl.config.delta import delta_problems
 from megatron_rl.config.experts import expert_problems
 from megatron_rl.config.flags import Finding, flags_of
 from megatron_rl.config.latent import latent_problems, latent_size_problems
@@ -45,11 +46,11 @@ from megatron_rl.families import read_model
 Rule = Callable[[RLConfig, int], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     record_problems, parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
-    layer_problems, latent_size_problems, latent_problems, rotation_problems, expert_problems, batch_problems,
-    length_problems, cache_size_problems, precision_problems, moment_problems, kernel_problems, engine_problems,
-    alignment_problems, cache_problems, optimizer_problems, schedule_problems, sampling_problems, algorithm_problems,
-    dynamic_sampling_problems, partial_rollout_problems, critic_problems, teacher_problems, lora_problems,
-    megatron_rl_problems,
+    layer_problems, latent_size_problems, latent_problems, delta_problems, rotation_problems, expert_problems,
+    batch_problems, length_problems, cache_size_problems, precision_problems, moment_problems, kernel_problems,
+    engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems, sampling_problems,
+    algorithm_problems, dynamic_sampling_problems, partial_rollout_problems, critic_problems, teacher_problems,
+    lora_problems, megatron_rl_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
@@ -61,7 +62,7 @@ _POLICYS_OWN = {
 """The teacher has experts of its own, and no backward pass."""
 _RULES_OF_A_TEACHER: tuple[Rule, ...] = (
     parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
-    latent_size_problems, expert_problems, length_problems,
+    latent_size_problems, delta_problems, expert_problems, length_problems,
 )  # fmt: skip
 
 

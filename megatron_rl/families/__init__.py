@@ -5,14 +5,14 @@ tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it
 """
 
 from megatron_rl.families.architecture import PLAIN, Architecture, ExpertShare, LayerKind, Stages
-from megatron_rl.families.blocks import LayerCache, Linear, Parameter
 from megatron_rl.families.family import Family, HfModel, read_model, weight_problems
 from megatron_rl.families.hf_config import model_directory
 from megatron_rl.families.layout import Head, Layer, ModelLayout
+from megatron_rl.families.parts import LayerCache, Linear, Parameter, StateCache
 from megatron_rl.families.weights import Entry, Piece, WeightMap
 
 __all__ = [
     "PLAIN", "Architecture", "Entry", "ExpertShare", "Family", "Head", "HfModel", "Layer", "LayerCache", "LayerKind",
-    "Linear", "ModelLayout", "Parameter", "Piece", "Stages", "WeightMap", "model_directory", "read_model",
+    "Linear", "ModelLayout", "Parameter", "Piece", "Stages", "StateCache", "WeightMap", "model_directory", "read_model",
     "weight_problems",
 ]  # fmt: skip

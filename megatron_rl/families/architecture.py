@@ -115,6 +115,13 @@ class Architecture:
     qk_pos_emb_head_dim: int | None = None
     v_head_dim: int | None = None
     rl_mla_absorb: bool = True
+    attention_output_gate: bool = False
+    linear_attention_freq: str | None = None
+    linear_conv_kernel_dim: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
 
     @property
     def is_gated(self) -> bool:
@@ -132,21 +139,23 @@ class Architecture:
         windowed = [window is not None and (every is None or number % every != 0) for number in layers]
         local = "main" if self.rotary_base_local is None else "local"
         sparse = expert_layers(self.moe_layer_freq, self.num_layers) if self.num_experts else [False] * self.num_layers
+        recurrent = linear_layers(self.linear_attention_freq, self.num_layers)
         plain = LayerKind(
-            mixer="latent" if self.multi_latent_attention else "heads",
+            mixer="latent" if self.multi_latent_attention else "gated" if self.attention_output_gate else "heads",
             scale=self.softmax_scale,
             sinks=self.softmax_type == "learnable",
             pre_norms=not self.post_norm,
             post_norms=self.sandwich_norm or self.post_norm,
             norm_across_heads=self.qk_layernorm_across_heads,
         )
+        delta = LayerKind(mixer="delta", pre_norms=plain.pre_norms, post_norms=plain.post_norms)
         return tuple(
             replace(
-                plain,
+                delta if has_state else plain,
                 mlp="experts" if has_experts else "dense",
                 **({"rotation": local, "window": window} if has_window else {}),
             )
-            for has_window, has_experts in zip(windowed, sparse, strict=True)
+            for has_window, has_experts, has_state in zip(windowed, sparse, recurrent, strict=True)
         )
 
     @property
@@ -200,6 +209,29 @@ def layer_pattern(layers: Sequence[bool]) -> str:
     """Write `--moe-layer-freq`, always alike for the same layers: see `expert_layers`."""
     runs = [(number, len([*run])) for number, run in itertools.groupby(map(int, layers))]
     return "1" if all(layers) else f"({'+'.join(f'[{number}]*{length}' for number, length in runs)})"
+
+
+def linear_layers(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
+    """Read Megatron's `--linear-attention-freq`: which layers have a recurrent state in place of attention.
+
+    Example: of 4 layers ``4`` are all but the last, as are ``([1]*3+[0]*1)``; None: no layer.
+
+    Raises:
+        ValueError: see `expert_layers`.
+    """
+    if pattern is None:
+        return (False,) * num_layers
+    if pattern.isdecimal() and 1 <= int(pattern) <= MOST_LAYERS:
+        return tuple((index + 1) % int(pattern) != 0 for index in range(num_layers))
+    return expert_layers(pattern, num_layers)
+
+
+def linear_pattern(layers: Sequence[bool]) -> str | None:
+    """Write `--linear-attention-freq`: a number where one fits, see `linear_layers`."""
+    every = [*layers, False].index(False) + 1
+    if not any(layers):
+        return None
+    return str(every) if linear_layers(str(every), len(layers)) == tuple(layers) else layer_pattern(layers)
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError, ConfigError
-from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture, layer_pattern
+from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture, layer_pattern, linear_pattern
 from megatron_rl.families.hf_config import HfConfig, model_directory, read_object
 from megatron_rl.families.rotation import read_rotation
 from megatron_rl.families.weights import WeightMap, decoder_weights
@@ -20,6 +20,11 @@ from megatron_rl.tensor_files import StoredTensor, stored_tensors
 NUMBER_FORMATS = ("F32", "BF16", "F16")
 """That weights are read in."""
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
+_DELTA_WIDTHS = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+"""Flags, called as in ``config.json``, and transformers' defaults."""
 _PASSED_OVER = (".rotary_emb.inv_freq",)
 """Endings of tensors that older files have and every model computes itself."""
 
@@ -42,15 +47,24 @@ class Family:
 
     Their tensors are not part of the model here; an export has them as they were.
     """
+    passed_through: tuple[str, ...] = ()
+    """Beginnings of the names of other tensors of that kind."""
     examples: tuple[Mapping[str, Any], ...]
     """Entries of ``config.json`` of small models that between them have every feature: the contract test's."""
 
 
-SMALL: Mapping[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
 }  # fmt: skip
 """A model for examples."""
+
+
+SMALL_DELTA: dict[str, Any] = SMALL | {
+    "head_dim": 16, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 3, "num_hidden_layers": 3,
+}  # fmt: skip
+"""With recurrent states in all layers but the third."""
 
 
 def read_decoder(
@@ -85,7 +99,7 @@ def read_decoder(
         **{
             "num_layers": config.whole("num_hidden_layers"),
             "hidden_size": hidden,
-            "ffn_hidden_size": config.whole("intermediate_size"),
+            "ffn_hidden_size": settings.get("ffn_hidden_size") or config.whole("intermediate_size"),
             "num_attention_heads": heads,
             "num_query_groups": config.whole("num_key_value_heads", heads),
             "kv_channels": config.whole("head_dim", max(1, hidden // heads)),
@@ -98,7 +112,7 @@ def read_decoder(
             **settings,
         }
     )
-    if architecture.window_size is None:
+    if architecture.window_size is None and architecture.linear_attention_freq is None:
         config.layer_types(architecture.num_layers)
     if architecture.num_layers > MOST_LAYERS:
         config.refuse("num_hidden_layers", architecture.num_layers, f"at most {MOST_LAYERS} layers are")
@@ -136,6 +150,27 @@ def read_sigmoid_experts(config: HfConfig) -> dict[str, Any]:
     }
 
 
+def read_gated_delta(config: HfConfig) -> dict[str, Any]:
+    """Return the settings that `read_decoder` is given for a model of such layers."""
+    config.expect("attn_output_gate", True, why="the output of attention has a gate")
+    layers = min(config.whole("num_hidden_layers"), MOST_LAYERS)
+    every, kinds = config.whole("full_attention_interval", 4), config.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)]
+    config.layer_types(config.whole("num_hidden_layers"), "linear_attention")
+    has_state = [kind == "linear_attention" for kind in kinds]
+    if all(has_state) or not any(has_state):
+        config.refuse("layer_types", kinds[:1], "some layers have full_attention, and some linear_attention")
+    settings: dict[str, Any] = {name: config.whole(name, width) for name, width in _DELTA_WIDTHS.items()}
+    return settings | {
+        "linear_attention_freq": linear_pattern(has_state),
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+        "rotary_percent": config.rotated_share(0.25),
+    }
+
+
 def read_qwen(config: HfConfig, **settings: Any) -> Architecture:
     """Read as `read_decoder`; a sliding window may be configured, but must not be in use."""
     config.expect("use_sliding_window", False, why="every layer attends to the whole sequence")
@@ -165,6 +200,8 @@ class HfModel:
 
     def is_passed_through(self, tensor: str) -> bool:
         """Return whether it is of a layer that predicts tokens further on: see `Family.later_layers`."""
+        if tensor.startswith(self.family.passed_through):
+            return True
         counts = [self.config.get(name) for name in self.family.later_layers]
         count = next((number for number in counts if isinstance(number, int)), 0)
         layer, first = _LAYER.match(tensor), self.architecture.num_layers
@@ -176,7 +213,8 @@ class HfModel:
         Raises:
             CheckpointError: of a model that may have some the files are not there.
         """
-        stored = stored_tensors(self.directory) if self.family.later_layers else {}
+        family = self.family
+        stored = stored_tensors(self.directory) if family.later_layers or family.passed_through else {}
         return {name: tensor for name, tensor in stored.items() if self.is_passed_through(name)}
 
 

@@ -161,10 +161,10 @@ class HfConfig:
             self.refuse("layer_types", kinds, "one layer in every few attends to the whole sequence")
         return settings | {"window_attn_skip_freq": max(2, first)}
 
-    def layer_types(self, num_layers: int) -> None:
-        """Expect one kind for each layer where they are listed, all of which attend to the whole sequence."""
-        for kind in sorted(set(self._layer_types(num_layers) or ()) - {"full_attention"}):
-            self.refuse("layer_types", kind, "every layer attends to the whole sequence")
+    def layer_types(self, num_layers: int, other: str | None = None) -> None:
+        """Expect one kind for each layer where they are listed: full attention, or ``other``."""
+        for kind in sorted(set(self._layer_types(num_layers) or ()) - {"full_attention", other}):
+            self.refuse("layer_types", kind, f"layers are {' or '.join(filter(None, ('full_attention', other)))}")
 
     def _layer_types(self, num_layers: int) -> list[str] | None:
         kinds = self.get("layer_types")

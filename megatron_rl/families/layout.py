@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.families.architecture import ALL_EXPERTS, ONE_STAGE, Architecture, ExpertShare, LayerKind, Stages
-from megatron_rl.families.blocks import EMBEDDING, HEAD, LayerCache, Linear, Parameter, Part, blocks_of, norm
+from megatron_rl.families.blocks import blocks_of
+from megatron_rl.families.parts import EMBEDDING, HEAD, LayerCache, Linear, Parameter, Part, StateCache, norm
 
 Head = Literal["vocabulary", "value"]
 """Logits, or the one number of a critic."""
@@ -30,7 +31,7 @@ class Layer:
     """From 0, over the whole model."""
     parts: tuple[Part, ...]
     """In megatron's order."""
-    cache: LayerCache
+    cache: LayerCache | StateCache
     kind: LayerKind
 
     @property
@@ -132,6 +133,26 @@ class ModelLayout:
         """`expert_bytes` of all layers, where there are the most."""
         return self.most_layers * self.expert_bytes
 
+    @property
+    def key_layers(self) -> list[Layer]:
+        """The layers that keep keys and values; at least one."""
+        return [layer for layer in self.layers if isinstance(layer.cache, LayerCache)]
+
+    @property
+    def state_layers(self) -> list[Layer]:
+        """The layers that keep a recurrent state."""
+        return [layer for layer in self.layers if isinstance(layer.cache, StateCache)]
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a sequence's states on the stage with the most; inputs take ``itemsize`` bytes each."""
+        model = self.architecture
+        sizes = [cache_of(kind, model, self.tensor_size).state_bytes(itemsize) for kind in model.kinds]
+        return max(sum(sizes[layer] for chunk in stage for layer in chunk) for stage in self._stages)
+
+    @property
+    def _stages(self) -> Iterator[list[range]]:
+        return (self.stages.layers_of(stage, self.architecture.num_layers) for stage in range(self.stages.count))
+
     def cache_numbers(self, tokens: int) -> int:
         """Return what all layers keep of a sequence of ``tokens``, on one rank."""
         return sum(layer.cache.numbers(tokens) for layer in self.layers)
@@ -143,11 +164,10 @@ class ModelLayout:
         """
         model = self.architecture
         numbers = [cache_of(kind, model, self.tensor_size).numbers(tokens) for kind in model.kinds]
-        chunks = (self.stages.layers_of(stage, model.num_layers) for stage in range(self.stages.count))
-        return max(sum(numbers[layer] for chunk in stage for layer in chunk) for stage in chunks)
+        return max(sum(numbers[layer] for chunk in stage for layer in chunk) for stage in self._stages)
 
 
-def cache_of(kind: LayerKind, model: Architecture, ranks: int) -> LayerCache:
+def cache_of(kind: LayerKind, model: Architecture, ranks: int) -> LayerCache | StateCache:
     """Return what a layer of ``kind`` keeps on each of ``ranks`` tensor-parallel ranks."""
     mixer, _ = blocks_of(kind)
     return mixer.cache(model, ranks)

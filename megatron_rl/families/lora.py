@@ -14,8 +14,9 @@ from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.families.blocks import Linear, Parameter, blocks_of
+from megatron_rl.families.blocks import blocks_of
 from megatron_rl.families.layout import Layer, ModelLayout
+from megatron_rl.families.parts import Linear, Parameter
 
 GROUPS = ("all", "attention", "mlp", "experts")
 """Targets that stand for many linears; routed experts are no part of ``mlp``."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError, ConfigError, shorten
-from megatron_rl.families.blocks import Parameter
 from megatron_rl.families.layout import ModelLayout
 from megatron_rl.families.lora import Lora, LowRank, adapters_of
+from megatron_rl.families.parts import Parameter
 from megatron_rl.families.weights import Entry, WeightMap
 from megatron_rl.tensor_files import stored_tensors
 from megatron_rl.user_files import read_json

@@ -23,7 +23,8 @@ _KEYS = {
     ),
 }  # fmt: skip
 """Type of a rotation -> what it reads, beside its base. Other types (dynamic, longrope, su) are refused."""
-_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Read elsewhere; and how positions in images are rotated, which in text makes no difference."""
 
 
 def read_rotation(config: HfConfig, base: float = 10000.0) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.blocks import Parameter, blocks_of
+from megatron_rl.families.blocks import blocks_of
 from megatron_rl.families.layout import ModelLayout
+from megatron_rl.families.parts import Parameter
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,11 @@ import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
 from megatron_rl.arithmetic import FEWEST_ROWS
-from megatron_rl.families import PLAIN, LayerKind
+from megatron_rl.families import PLAIN, LayerKind, StateCache
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models.attention.backend import NewTokens
 from megatron_rl.models.attention.plan import PackedPlan, given, prepared_for, prepared_steps, rotate, turns_at
+from megatron_rl.models.delta_rule import LayerStates
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.megatron import last_logits_only
@@ -37,7 +38,14 @@ class RolloutContext(BaseInferenceContext):
         self._kernels = policy.attention
         self._ropes, self._windows = policy.ropes, policy.windows
         self._place = {layer.layer_number: place for place, layer in enumerate(policy.layers)}
-        """Of a layer of this rank in the cache."""
+        """Of a layer of this rank."""
+        in_order = zip(policy.layers, policy.layout.layers, strict=True)
+        kinds = [(layer.layer_number, isinstance(described.cache, StateCache)) for layer, described in in_order]
+        self._key_place, self._state_place = (
+            {number: place for place, number in enumerate(n for n, has_state in kinds if has_state == wanted)}
+            for wanted in (False, True)
+        )
+        """In the cache, of layers that keep keys and values, and of those that keep a state."""
         self._dtype = policy.dtype
         self.ops = ops
         """What the layers do between their products."""
@@ -63,6 +71,8 @@ class RolloutContext(BaseInferenceContext):
             self._cells = self.cache.cells(rows, new.position_ids)
         last = borders[1:] - 1
         self._last_tokens = torch.cat((last, last[-1:].expand(max(0, FEWEST_ROWS - last.numel()))))
+        if self.cache.states is not None:
+            self.cache.states.begin_prompts(new.rows, new.lengths, continues=cached)
         if cached:
             self._prompts = None
             self._turns = turns_at(self._ropes, new.position_ids, self._dtype)
@@ -83,6 +93,8 @@ class RolloutContext(BaseInferenceContext):
         """
         self._prompts = self._last_tokens = None
         steps, count = positions.shape
+        if self.cache.states is not None:
+            self.cache.states.begin_decode(count)
         rows = self.cache.rows[:count]
         turns = {
             name: [table.view(steps, count, 1, 1, -1) for table in tables]
@@ -113,7 +125,7 @@ class RolloutContext(BaseInferenceContext):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
-        index, kv_format = self._place[layer], self.cache.format
+        index, kv_format = self._key_place[layer], self.cache.format
         if self._last_tokens is not None:
             kv_format.calibrate(index, key, value)
         self.cache.write(index, self._slots, key, value)
@@ -135,7 +147,7 @@ class RolloutContext(BaseInferenceContext):
         kind: LayerKind,
     ) -> tuple[torch.Tensor, bool]:
         """See `RolloutPlan`."""
-        index = self._place[layer]
+        index = self._key_place[layer]
         self.cache.write_latent(index, self._slots, latent)
         if self._prompts is not None:
             return self._prompts.attend(layer, *heads(), kind), False
@@ -155,10 +167,14 @@ class RolloutContext(BaseInferenceContext):
         """See `RolloutPlan`."""
         from megatron_rl.models.kernels import rotate_store
 
-        cache, index = self.cache, self._place[layer]
+        cache, index = self.cache, self._key_place[layer]
         stored = cache.keys[index], cache.values[index], self._slots, *cache.format.scales(index)
         query = rotate_store(mixed, *self._turns[kind.rotation], query_norm, key_norm, *stored)
         return self._attend(query, cache, index, self._plans[kind.window], *given(sinks))
+
+    def states(self, layer: int) -> LayerStates:
+        """See `RolloutPlan`."""
+        return self.cache.states.of(self._state_place[layer])
 
     def record_routing(self, layer: int, experts: torch.Tensor) -> None:
         """See `RolloutPlan`."""

@@ -24,6 +24,7 @@ from megatron_rl.families import LayerCache, ModelLayout
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
+from megatron_rl.inference.states import RowStates
 from megatron_rl.models.attention.kv_format import KVFormat
 from megatron_rl.models.gpt import PolicyModel
 
@@ -60,12 +61,19 @@ class Cache(ABC):
             keys[..., : layer.value_width] if self.is_latent else zeros(layer, layer.value_width)
             for layer, keys in pairs
         ]
+        self.states: RowStates | None = None
+        """Of layers that keep a recurrent state in place of keys and values, after `hold_states`."""
         self.routing: torch.Tensor | None = None
         """[rows, max_length, layers, k] or [blocks, block_size, layers, k] uint8 or int16, after `hold_routing`."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that grow with the tokens held."""
+        """The tensors that hold what sequences leave."""
+        return [*self.paged, *([] if self.states is None else self.states.tensors)]
+
+    @property
+    def paged(self) -> list[torch.Tensor]:
+        """The tensors that have a place for each token."""
         return [*self._kept, *([] if self.routing is None else [self.routing])]
 
     @property
@@ -99,6 +107,11 @@ class Cache(ABC):
     def _put(self, held: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
         place = held.shape[-self.place_dims :]
         held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
+
+    def hold_states(self, layout: ModelLayout) -> None:
+        """Keep recurrent states beside keys and values."""
+        layers = [layer.cache for layer in layout.state_layers]
+        self.states = RowStates(layers, len(self.rows), self.dtype, self.device)
 
     # -- the experts of tokens (`--rl-router-replay`) ------------------------------------------
 
@@ -183,7 +196,7 @@ class PagedCache(Cache):
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
         """Copy whole blocks."""
-        for held in self.tensors:
+        for held in self.paged:
             held[destination] = held[source]
 
     def set_block_table(self, table: array) -> None:
@@ -197,22 +210,26 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     Raises:
         EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
     """
-    length, sequence_bytes = _of_a_sequence(policy, options)
-    kernel, layout = policy.attention.cache, policy.layout
-    layers = [layer.cache for layer in layout.layers]
-    rows, stored = options.max_batch_size, options.kv_cache_dtype
+    length, sequence_bytes, state_bytes = _of_a_sequence(policy, options)
+    kernel, layout, budget = policy.attention.cache, policy.layout, options.cache_budget_gb
+    layers, has_states = [layer.cache for layer in layout.key_layers], bool(layout.state_layers)
+    rows, stored, reuses = options.max_batch_size, options.kv_cache_dtype, options.reuse_prefixes and not has_states
     for problem in policy.attention.block_problems(options.block_size, options.kv_overcommit):
         raise EngineError(problem.text)
+    if kernel.layout == "rows" or has_states:  # every row has a state, be its sequence as short as it may
+        rows = rows_within(budget, int(sequence_bytes / options.kv_overcommit) + state_bytes, length, rows)
     if kernel.layout == "rows":
-        rows = rows_within(options.cache_budget_gb, sequence_bytes, length, rows)
         cache = RowCache(layers, rows, length, policy.dtype, policy.device, stored)
-        blocks = RowBlocks(options.reuse_prefixes)
+        blocks = RowBlocks(reuses)
     else:
         block_size = options.block_size or kernel.block_size
-        count = blocks_within(options.cache_budget_gb, sequence_bytes, length, block_size, rows)
+        budget = None if budget is None else budget - rows * state_bytes / 2**30
+        count = blocks_within(budget, sequence_bytes, length, block_size, rows)
         cache = PagedCache(layers, rows, length, block_size, policy.dtype, policy.device, stored, count)
         pool, width = BlockPool(count, block_size), cache.table.shape[1]
-        blocks = PagedBlocks(rows, width, pool, options.reuse_prefixes, options.kv_overcommit)
+        blocks = PagedBlocks(rows, width, pool, reuses, options.kv_overcommit)
+    if has_states:
+        cache.hold_states(layout)
     if options.records_routing:
         cache.hold_routing(layout)
     return cache, blocks, rows
@@ -226,14 +243,14 @@ def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[
     Raises:
         EngineError: see `build_cache`.
     """
-    length, sequence_bytes = _of_a_sequence(policy, options)
+    length, sequence_bytes, state_bytes = _of_a_sequence(policy, options)
     rows, budget, kernel = options.max_batch_size, options.cache_budget_gb, policy.attention.cache
     if kernel.layout == "rows":
-        rows, budget = rows_within(budget, sequence_bytes, length, rows), None
+        rows, budget = rows_within(budget, sequence_bytes + state_bytes, length, rows), None
     count = min(count, rows // FEWEST_ROWS)
     if budget is not None:
         block_size = options.block_size or kernel.block_size
-        blocks = int(budget * 2**30 // (sequence_bytes * block_size // length))
+        blocks = int((budget * 2**30 - rows * state_bytes) // (sequence_bytes * block_size // length))
         count = min(count, blocks // (-(-length // block_size) + 1))
     count = max(1, count)
     borders = [rows * part // count for part in range(count + 1)]
@@ -241,12 +258,14 @@ def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[
     return [replace(options, max_batch_size=end - start, cache_budget_gb=share) for start, end in pairwise(borders)]
 
 
-def _of_a_sequence(policy: PolicyModel, options: EngineOptions) -> tuple[int, int]:
-    """Places in the cache of the longest sequence, and their bytes."""
+def _of_a_sequence(policy: PolicyModel, options: EngineOptions) -> tuple[int, int, int]:
+    """Places in the cache of the longest sequence, their bytes, and those of its recurrent states."""
     # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
     length, layout = max(options.max_sequence_length, FEWEST_KEYS), policy.layout
     routing = length * layout.routing_bytes if options.records_routing else 0
-    return length, layout.slot_numbers(length) * (options.kv_cache_dtype or policy.dtype).itemsize + routing
+    numbers = layout.slot_numbers(length)
+    stored = (options.kv_cache_dtype or policy.dtype).itemsize
+    return length, numbers * stored + routing, layout.state_bytes(policy.dtype.itemsize)
 
 
 def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:

@@ -55,6 +55,8 @@ class ModelRunner:
     ) -> None:  # fmt: skip
         self.context = context
         self.state = state
+        if context.cache.states is not None:
+            context.cache.states.watch(state.alive)
         self.graphs: DecodeGraphs | None = None
         """Of `parts`. With them, decode steps are replayed one by one."""
         self._forward = RolloutForward(policy, context)
@@ -125,6 +127,17 @@ class ModelRunner:
             source, destination, lengths = zip(*copies, strict=True)
             self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
 
+    def move(self, moves: ListOf[tuple[int, int]], copies: ListOf[tuple[int, int, int]]) -> None:
+        """Give sequences other rows, (from, to), with the ``copies`` that their keys and values take."""
+        self.state.exchange(moves)
+        self.copy(copies)
+        self._copy_states(moves)
+
+    def _copy_states(self, pairs: ListOf[tuple[int, int]]) -> None:
+        """Copy recurrent states between rows, where there are any."""
+        if self.context.cache.states is not None and pairs:
+            self.context.cache.states.copy(*map(self._to_device, zip(*pairs, strict=True)))
+
     def _copy_prefixes(self, chunks: ListOf[Chunk]) -> None:
         """Copy reused beginnings before any pass, which may write over them; one by one, as they may build on others.
 
@@ -156,6 +169,7 @@ class ModelRunner:
             self.state.idle([row for row, _ in held], [position for _, position in held])
         ready = [(place, chunk) for place, chunk in enumerate(chunks) if chunk.is_last]
         self.copy([copy for _, chunk in ready for copy in chunk.after])
+        self._copy_states([(chunk.rows[0], row) for _, chunk in ready for row in chunk.rows[1:]])
         started = [(sequence, place) for place, chunk in ready for sequence in chunk.sequences]
         rows = self._to_device([sequence.row for sequence, _ in started])
         if started:

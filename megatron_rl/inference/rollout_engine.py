@@ -234,8 +234,7 @@ class RolloutEngine(Engine):
             del self._groups[group.number]
         moves, copies = self._scheduler.compact()
         if moves:
-            self.runner.state.exchange(moves)
-            self.runner.copy(copies)
+            self.runner.move(moves, copies)
         return [group.completed(self._policy_version) for group in complete]
 
     def _read_routing(self, finished: ListOf[Sequence]) -> None:

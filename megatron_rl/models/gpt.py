@@ -108,12 +108,14 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
     blocks = {BLOCKS.get(name) for kind in shape.kinds for name in (kind.mixer, kind.mlp)}
     settings = next((block.settings for block in blocks if "settings" in vars(block)), TransformerConfig)
     common, known = ({field.name for field in dataclasses.fields(cls)} for cls in (TransformerConfig, settings))
-    flags = vars(model) | vars(config.experts) | vars(config.parallel)
+    flags = vars(model) | vars(config.experts) | vars(config.parallel) | vars(config.delta)
     given = {name: value for name, value in flags.items() if name in known}
     of_layers = vars(config.layers) | vars(config.latent) | vars(config.rotation)
     given |= {name: value for name, value in of_layers.items() if name in known - common}
     # megatron's own would be weighed otherwise: see `BalanceLosses`.
     given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    has_state = [int(kind.mixer == "delta") for kind in shape.kinds]
+    given["linear_attention_freq"] = has_state if any(has_state) else None  # so that checkpoints count layers singly
     experts_in = [kind.mlp == "experts" for kind in shape.kinds]
     given["moe_layer_freq"] = 1 if len(set(experts_in)) == 1 else [int(has_experts) for has_experts in experts_in]
     with warnings.catch_warnings():
@@ -174,7 +176,7 @@ def build_model(
     transformer_config = build_transformer_config(config, platform)
     groups = current_groups()
     layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
-    if len({layer.cache for layer in layout.layers}) > 1:  # one shape is tried out, and given to megatron's own engine
+    if len({layer.cache for layer in layout.key_layers}) > 1:  # one shape is tried, and given to megatron's own engine
         raise ConfigError(["layers whose heads differ in number or width are not built: the KV cache has one shape"])
     with weights_left_as_they_are():
         chunks = tuple(

@@ -15,14 +15,14 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import ModelLayout, Parameter
-from megatron_rl.families.blocks import EMBEDDING
 from megatron_rl.families.layout import own_name
+from megatron_rl.families.parts import EMBEDDING
 from megatron_rl.models.adapters import adapters_in
 from megatron_rl.models.blocks.experts import GroupedExperts
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import counted_over_ranks
 
-_INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2")
+_INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2", "out_proj")
 """What they add, two of them a layer, has a smaller spread the more layers there are."""
 
 

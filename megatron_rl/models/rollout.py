@@ -22,6 +22,7 @@ from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding,
 from megatron_rl.platform.megatron import inference_flag
 
 if TYPE_CHECKING:
+    from megatron_rl.models.delta_rule import LayerStates
     from megatron_rl.models.gpt import PolicyModel
 
 
@@ -71,6 +72,10 @@ class RolloutPlan(AttentionPlan, Protocol):
         Then it is ``absorbed`` queries, [T, 1, heads, W], that attend, and the result has a latent a head. In prompts
         ``heads`` attend to each other: query, key and value [T, 1, heads, D].
         """
+        ...
+
+    def states(self, layer: int) -> LayerStates:
+        """Return the recurrent states that ``layer``, numbered as in `attend`, reads and writes in this pass."""
         ...
 
     def record_routing(self, layer: int, experts: torch.Tensor) -> None:

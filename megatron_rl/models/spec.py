@@ -47,7 +47,10 @@ def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec
     layer = spec.submodules
     layer.sharded_state_dict_keys_map = dict(_NORMS_IN_CHECKPOINTS)
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm if kind.pre_norms else IdentityOp
-    mixer.place(layer.self_attention.submodules, config)
+    if mixer.module is not None:
+        layer.self_attention = ModuleSpec(module=mixer.module)
+    else:
+        mixer.place(layer.self_attention.submodules, config)
     mlp.place(submodules_of(layer.mlp), config)
     return spec
 

@@ -37,10 +37,13 @@ def write_model(
 
     generator = torch.Generator().manual_seed(17)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+    # The delta rule's two ways are 3e-4 apart in transformers itself where the weights are larger.
+    spread = 0.15 if any(name.endswith(".A_log") for name, _ in model.named_parameters()) else 0.3
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.3 * noise)
+            centre = -4 if name.endswith(".A_log") else 1  # so that a state remembers some 40 tokens, and not one
+            parameter.copy_(centre + 0.3 * noise if parameter.dim() == 1 else spread * noise)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():  # a router's bias
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

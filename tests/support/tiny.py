@@ -75,6 +75,17 @@ LATENT_EXPERTS = LATENT | {
     name: value for name, value in MIXED.items() if name.startswith(("moe_", "num_experts"))
 }
 """Changes to `FLAGS`: all that DeepSeek-V3 has."""
+DELTA = {
+    "num_layers": 3, "linear_attention_freq": 3, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "attention_output_gate": True,
+    "qk_layernorm": True, "apply_layernorm_1p": True, "rotary_percent": 0.5, "add_qkv_bias": False,
+}  # fmt: skip
+"""Changes to `FLAGS`: two layers with a recurrent state, then gated attention, as in Qwen3.5."""
+DELTA_EXPERTS = DELTA | {
+    "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_gate": True,
+}  # fmt: skip
+"""Changes to `FLAGS`: all that Qwen3-Next has."""
 
 SHAPES = {
     "grouped, gated, untied": {},
@@ -94,6 +105,8 @@ SHAPES = {
     "mixed": {**MIXED, "moe_shared_expert_gate": True},
     "latent": LATENT | {"q_lora_rank": False, "softmax_scale": False},
     "latent, experts": LATENT_EXPERTS,
+    "delta": DELTA | {"untie_embeddings_and_output_weights": False},
+    "delta, experts": DELTA_EXPERTS,
     "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
 }
 """Changes to `FLAGS` that between them have every part a model may have."""

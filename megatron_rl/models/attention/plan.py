@@ -119,6 +119,10 @@ class PackedPlan(PackedSeqParams):
     """Of each layer, numbered as in `attend`, the experts [T, k] to send the tokens to; None: the router chooses."""
     balance: Any = None
     """What routers hear of losses of their own, in passes with gradients."""
+    lengths: tuple[int, ...] = ()
+    """Of the sequences, in the order in which they lie."""
+    recurrent: Any = None
+    """What the first layer with a recurrent state computes of ``lengths`` for all of them."""
 
     @classmethod
     def build(
@@ -139,7 +143,7 @@ class PackedPlan(PackedSeqParams):
         packed, longest = (lengths, cu_seqlens, position_ids), max(lengths)
         return cls(
             qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
-            max_seqlen_kv=longest, turns=turns_at(ropes, position_ids, dtype), kernel=kernel,
+            max_seqlen_kv=longest, lengths=tuple(lengths), turns=turns_at(ropes, position_ids, dtype), kernel=kernel,
             **further or {"prepared": {window: prepared_for(window, kernel.prepare, *packed) for window in windows}},
         )  # fmt: skip
 

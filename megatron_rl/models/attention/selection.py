@@ -84,7 +84,8 @@ class Attention:
 def requirements_of(config: RLConfig) -> Requirements:
     """Return bf16 with `--bf16`, otherwise fp32; for the cache `--rl-kv-cache-dtype`, of which ``auto`` is the same."""
     shape = config.architecture()
-    cache = cache_of(shape.kinds[0], shape, config.parallel.tensor_model_parallel_size)
+    attending = next((kind for kind in shape.kinds if kind.mixer != "delta"), shape.kinds[0])
+    cache = cache_of(attending, shape, config.parallel.tensor_model_parallel_size)
     return Requirements(
         dtype=torch.bfloat16 if config.precision.bf16 else torch.float32,
         cache_dtype=_CACHE_DTYPES[config.kv_cache_dtype],
@@ -110,7 +111,7 @@ def checked_attention(config: RLConfig, platform: Platform, layout: ModelLayout)
         ConfigError: the backend that the user asked for fails.
     """
     heads = config.model.num_attention_heads // layout.tensor_size
-    shape = requirements_of(config), heads, layout.layers[0].cache.heads, platform.device
+    shape = requirements_of(config), heads, layout.key_layers[0].cache.heads, platform.device
     faults: dict[str, str] = {}
     while True:
         chosen = attention_of(config, platform, faults)

@@ -28,6 +28,8 @@ class Block:
     """What megatron's module reads: a class that adds fields has them from the flags in `LayerConfig`."""
     expects: Mapping[str, Any] = {}
     """Settings of megatron, each with the one value that training and `decode` alike compute."""
+    module: type[torch.nn.Module] | None = None
+    """Of a mixer that is none of megatron's: what is built in place of its attention."""
     reader: str | None = None
     """The linear that takes the norm's output; None where there is more than one."""
     post_layernorm: torch.nn.Module | None

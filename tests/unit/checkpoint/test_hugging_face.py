@@ -35,6 +35,7 @@ SETTINGS = {
     "qwen3": {**SMALL, "tie_word_embeddings": True, "head_dim": 16},
     "glm4_moe": FAMILIES.get("glm4_moe").examples[1],
     "deepseek_v3": FAMILIES.get("deepseek_v3").examples[1],
+    "qwen3_next": FAMILIES.get("qwen3_next").examples[0],
     "qwen3_moe": {**SMALL, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
 }
 

@@ -12,9 +12,9 @@ from megatron_rl.config.rl_config import all_flags, section_classes
 from tests.support.flags import parse_config
 
 SECTIONS = [
-    "model", "layers", "latent", "experts", "rotation", "kernels", "tokenizer", "parallel", "precision", "training",
-    "optimizer", "schedule", "lora", "checkpoint", "logging", "environment", "rollout", "quantization", "algorithm",
-    "critic", "teacher", "compatibility",
+    "model", "layers", "latent", "delta", "experts", "rotation", "kernels", "tokenizer", "parallel", "precision",
+    "training", "optimizer", "schedule", "lora", "checkpoint", "logging", "environment", "rollout", "quantization",
+    "algorithm", "critic", "teacher", "compatibility",
 ]
 
 

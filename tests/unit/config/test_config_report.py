@@ -16,7 +16,7 @@ def test_to_dict_is_nested_and_survives_json(config):
     assert json.loads(json.dumps(data)) == data
     assert data["model"]["num_layers"] == 4
     assert data["rollout"]["rl_stop_strings"] == ["a", "b"]
-    assert list(data)[:5] == ["model", "layers", "latent", "experts", "rotation"]
+    assert list(data)[:6] == ["model", "layers", "latent", "delta", "experts", "rotation"]
     assert "typed" not in data
 
 

@@ -26,7 +26,7 @@ def of_kinds(monkeypatch: pytest.MonkeyPatch, *changes: dict[str, str]) -> Archi
 @pytest.mark.parametrize(("part", "name"), [("mixer", "states"), ("mlp", "shared")])
 def test_a_block_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, part: str, name: str) -> None:
     model = of_kinds(monkeypatch, {}, {part: name}, {}, {})
-    there = "heads, latent, dense, experts"
+    there = "heads, latent, gated, delta, dense, experts"
     with pytest.raises(ConfigError, match=f"a layer with '{name}' is not built; there are {there}"):
         ModelLayout.of(model)
 

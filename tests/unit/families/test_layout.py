@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ModelLayout
 from megatron_rl.families.architecture import padded_vocabulary
 from megatron_rl.families.hf_config import HfConfig
+from megatron_rl.models.blocks.delta import DeltaMixer
 from megatron_rl.models.blocks.latent import LatentAttention
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
@@ -31,7 +33,8 @@ def told(layout: ModelLayout) -> dict[str, Any]:
     return {
         "parameters": [[parameter.name, list(parameter.local_shape)] for parameter in layout.parameters],
         "linears": [[one.name, one.kind, one.rows, one.columns, one.outputs, one.inputs] for one in layout.linears],
-        "caches": [[layer.cache.heads, layer.cache.key_width, layer.cache.value_width] for layer in layout.layers],
+        "caches": [list(dataclasses.astuple(layer.cache))[: 5 if layer in layout.state_layers else 3]
+                   for layer in layout.layers],
     }
 
 
@@ -46,7 +49,10 @@ def built(policy: PolicyModel) -> dict[str, Any]:
 
 
 def cache_of(attention: torch.nn.Module) -> list[int]:
-    """Heads, and the widths of keys and values."""
+    """Heads, and the widths of keys and values; of a state also channels and taps."""
+    if isinstance(attention, DeltaMixer):
+        channels, _, kernel = attention.conv1d.weight.shape
+        return [len(attention.A_log), *attention.widths, channels, kernel - 1]
     if isinstance(attention, LatentAttention):
         latent = attention.kv_layernorm.weight.numel()
         return [1, attention.linear_kv_down_proj.output_size, latent]

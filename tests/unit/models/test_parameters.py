@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import Parameter
-from megatron_rl.families.blocks import EMBEDDING
+from megatron_rl.families.parts import EMBEDDING
 from megatron_rl.models.parameters import part_of, refuse_buffers
 from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy

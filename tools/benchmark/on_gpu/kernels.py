@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megatron_rl.families.blocks import LayerCache
+from megatron_rl.families.parts import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.models.attention.backend import Backend, CacheKernel, Requirements
 from megatron_rl.models.attention.selection import facts_of

@@ -1,0 +1,80 @@
+"""Layers of Qwen3-Next and Qwen3.5: the gated delta rule (DeltaNet), and attention whose output has a gate.
+
+A gated delta rule keeps a matrix ``S`` a head in place of keys and values. With a decay ``a`` and a strength ``b``
+between 0 and 1 that the token's input gives, each token does::
+
+    S <- a S;   S <- S + b k (v - S^T k)^T;   output = S^T q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.families.architecture import Architecture, ExpertShare
+from megatron_rl.families.parts import Linear, Parameter, Part, StateCache, norm
+
+DELTA_NAMES = {
+    f"self_attention.{ours}": f"linear_attn.{theirs}"
+    for ours, theirs in (
+        ("in_proj_qkv", "in_proj_qkv"), ("in_proj_z", "in_proj_z"), ("in_proj_b", "in_proj_b"),
+        ("in_proj_a", "in_proj_a"), ("conv1d", "conv1d"), ("A_log", "A_log"), ("dt_bias", "dt_bias"),
+        ("out_norm", "norm"), ("out_proj", "out_proj"),
+    )
+}  # fmt: skip
+
+
+def _sizes(model: Architecture) -> tuple[int, int, int]:
+    """Widths of all keys and of all values, and the value heads."""
+    heads = model.linear_num_value_heads
+    return model.linear_num_key_heads * model.linear_key_head_dim, heads * model.linear_value_head_dim, heads
+
+
+def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
+    """Yield those of the delta rule: one projection gives queries, keys and values, the output's gate, strength and decay."""
+    keys, values, heads = _sizes(model)
+    channels, kernel = 2 * keys + values, model.linear_conv_kernel_dim
+    stripes = ("in_proj_qkv", channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads)
+    yield Parameter(f"decoder.{name}.A_log", (heads,))
+    yield Parameter(f"decoder.{name}.dt_bias", (heads,))
+    yield Parameter(f"decoder.{name}.conv1d.weight", (channels, 1, kernel))
+    yield Linear(
+        f"{name}.in_proj", "column", channels + values + 2 * heads, model.hidden_size, ranks, stripes=stripes
+    )
+    yield Parameter(f"decoder.{name}.out_norm.weight", (model.linear_value_head_dim,))
+    yield Linear(f"{name}.out_proj", "row", model.hidden_size, values, ranks)
+
+
+def delta_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
+    """Count a token's numbers; what lies between the projections is always computed again in the backward pass."""
+    del ranks, again
+    keys, values, heads = _sizes(model)
+    return 2 * keys + 2 * values + 2 * heads + values
+
+
+def delta_cache(model: Architecture, ranks: int) -> StateCache:
+    """Return the state, and what the convolution still reads."""
+    keys, values, heads = _sizes(model)
+    return StateCache(
+        heads // ranks, model.linear_key_head_dim, model.linear_value_head_dim, (2 * keys + values) // ranks,
+        model.linear_conv_kernel_dim - 1,
+    )  # fmt: skip
+
+
+def gated_heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
+    """Yield those of attention whose output is multiplied by a sigmoid: each query head is followed by its gate."""
+    hidden, width = model.hidden_size, model.kv_channels
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    stripes = ("q_proj", 2 * heads // groups * width), ("k_proj", width), ("v_proj", width)
+    yield Linear(f"{name}.linear_proj", "row", hidden, heads * width, ranks)
+    yield Linear(f"{name}.linear_qkv", "column", 2 * (heads + groups) * width, hidden, ranks, stripes=stripes)
+    if model.qk_layernorm:
+        yield from norm(f"decoder.{name}.q_layernorm", width, model)
+        yield from norm(f"decoder.{name}.k_layernorm", width, model)
+
+
+def gated_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
+    """Count the projection, queries and keys normalised and rotated, and the result padded, packed and gated."""
+    query = model.num_attention_heads // ranks * model.kv_channels
+    key = max(1, model.num_query_groups // ranks) * model.kv_channels
+    norms = query + key if model.qk_layernorm else 0
+    return 2 * query + 2 * key + norms + query + key + (2 if again else 3) * query

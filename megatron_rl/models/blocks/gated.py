@@ -1,0 +1,51 @@
+"""Attention over heads whose output is multiplied by a sigmoid of the layer's input, a gate for each number."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import tensor_parallel
+
+from megatron_rl.models.blocks.heads import HeadAttention
+from megatron_rl.models.rollout_ops import LinearInput, Pending, call_linear
+
+if TYPE_CHECKING:
+    from megatron_rl.models.attention.plan import AttentionPlan
+    from megatron_rl.models.rollout import RolloutPlan
+
+
+class GatedAttention(HeadAttention):
+    """`HeadAttention` whose projection gives each query head and, behind it, its gate."""
+
+    expects = {"attention_output_gate": True, "qk_l2_norm": False}
+
+    def forward(
+        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend over ``hidden_states`` [T, 1, hidden], of a `PackedPlan`."""
+        *heads, gate = self._opened(hidden_states, packed_seq_params)
+        attend = functools.partial(packed_seq_params.attend, self.layer_number, kind=self.kind)
+        if self.training and self.checkpoint_core_attention:
+            attend = functools.partial(tensor_parallel.checkpoint, attend, False)
+        return self.linear_proj(attend(*heads) * gate)
+
+    def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
+        *heads, gate = self._opened(normed, plan)
+        attended = plan.attend(self.layer_number, *heads, self.kind) * gate
+        return Pending(*call_linear(self.linear_proj, attended[:, 0]))
+
+    def _opened(self, hidden: LinearInput, plan: AttentionPlan) -> tuple[torch.Tensor, ...]:
+        """``[T, .., hidden]`` -> rotated query and key, and value, [T, 1, heads, D], and the gate [T, 1, heads * D]."""
+        mixed = self._mixed(hidden).unsqueeze(1)  # [T, 1, groups, 2 share + 2, D]
+        both, key, value = mixed.split((mixed.shape[3] - 2, 1, 1), 3)
+        query, gate = both.unflatten(3, (-1, 2)).flatten(2, 3).unbind(3)
+        key = key[..., 0, :]
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key = plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind)
+        return query, key, value[..., 0, :], gate.flatten(2).sigmoid()
+
+
+BLOCK = GatedAttention

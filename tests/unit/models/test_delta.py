@@ -1,0 +1,140 @@
+"""The gated delta rule: by hand, its two ways against each other, and what the rollout engine makes of its states."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron_rl.models.delta_rule import Chunks, DeltaInputs, convolved, convolved_step, delta_rule, delta_step
+from megatron_rl.models.gpt import rollout_mode
+from megatron_rl.platform.groups import ParallelGroups
+from tests.support.generation import drain_with_pauses, generate, largest_gap, ragged_requests, rollout_engine, tokens
+from tests.support.tiny import DELTA, DELTA_EXPERTS, tiny_config, tiny_policy
+
+CPU = torch.device("cpu")
+LENGTHS = (70, 1, 130, 64, 3)
+EVERYTHING = torch.ones(1, dtype=torch.bool)
+
+
+def random_inputs(tokens: int) -> DeltaInputs:
+    """2 key heads of width 4, 4 value heads of width 6."""
+    draw = torch.Generator().manual_seed(3)
+    query, key = torch.randn(2, tokens, 2, 4, generator=draw) / 2
+    value = torch.randn(tokens, 4, 6, generator=draw)
+    strength, decay = torch.rand(2, tokens, 4, generator=draw)
+    return DeltaInputs(query, key, value, strength, -decay / 8)
+
+
+def test_three_tokens_by_hand() -> None:
+    """Key width 2, value width 1. Each line: S decays by 1/2 from the second token on, then a key is written.
+
+    k = (1, 0), v = 4, b = 1/2:  S = (2, 0);                              q = (1, 1) reads 2
+    k = (0, 1), v = 6, b = 1:    S = (1, 0) + (0, 6 - 0)   = (1, 6);      q = (1, 1) reads 7
+    k = (1, 0), v = 3, b = 1:    S = (1/2, 3) + (3 - 1/2, 0) = (3, 3);    q = (1, -2) reads -3
+    """
+    query, key = torch.tensor([[1.0, 1], [1, 1], [1, -2]]), torch.tensor([[1.0, 0], [0, 1], [1, 0]])
+    inputs = DeltaInputs(
+        query[:, None], key[:, None], torch.tensor([4.0, 6, 3])[:, None, None], torch.tensor([[0.5], [1], [1]]),
+        torch.tensor([[0.0], [0.5], [0.5]]).log().nan_to_num(neginf=0.0),
+    )  # fmt: skip
+    output, state = delta_rule(inputs, Chunks.of([3], 3, CPU))
+    assert output.flatten().tolist() == pytest.approx([2, 7, -3])
+    assert state.flatten().tolist() == pytest.approx([3, 3])
+    held, seen = torch.zeros(1, 1, 2, 1), []
+    for token in range(3):
+        seen.append(delta_step(DeltaInputs(*(each[token : token + 1] for each in inputs)), held, EVERYTHING).item())
+    assert seen == pytest.approx([2, 7, -3]) and held.flatten().tolist() == pytest.approx([3, 3])
+
+
+def test_chunks_are_the_steps_and_begin_anew_with_each_sequence() -> None:
+    inputs = random_inputs(sum(LENGTHS))
+    before = torch.randn(len(LENGTHS), 4, 4, 6, generator=torch.Generator().manual_seed(4))
+    output, states = delta_rule(inputs, Chunks.of(LENGTHS, 3, CPU), before)
+    at = 0
+    for length, held, state in zip(LENGTHS, before.clone(), states, strict=True):
+        for token in range(at, at + length):
+            step = delta_step(DeltaInputs(*(each[token : token + 1] for each in inputs)), held[None], EVERYTHING)
+            assert torch.allclose(output[token], step[0], atol=1e-5)
+        assert torch.allclose(state, held, atol=1e-5)
+        at += length
+
+
+def test_the_convolution_begins_anew_with_each_sequence_and_goes_on_in_steps() -> None:
+    draw = torch.Generator().manual_seed(5)
+    inputs, weight = torch.randn(sum(LENGTHS), 8, generator=draw), torch.randn(8, 1, 4, generator=draw)
+    turned, past = convolved(inputs, weight, Chunks.of(LENGTHS, 3, CPU))
+    for start, length, left in zip((0, 70, 71, 201, 265), LENGTHS, past, strict=True):
+        held = torch.zeros(1, 3, 8)
+        for token in range(start, start + length):
+            step = convolved_step(inputs[token : token + 1], weight, held, EVERYTHING)
+            assert torch.allclose(turned[token], step[0], atol=1e-5)
+        assert torch.equal(held[0], left)
+
+
+def test_rows_that_are_not_alive_keep_their_states() -> None:
+    inputs, alive = random_inputs(2), torch.tensor([True, False])
+    state, past = torch.ones(2, 4, 4, 6), torch.ones(2, 3, 8)
+    delta_step(inputs, state, alive)
+    convolved_step(torch.zeros(2, 8), torch.ones(8, 1, 4), past, alive)
+    assert torch.equal(state[1], torch.ones(4, 4, 6)) and torch.equal(past[1], torch.ones(3, 8))
+    assert not torch.equal(state[0], torch.ones(4, 4, 6)) and past[0, -1].sum() == 0
+
+
+@pytest.fixture(scope="module")
+def policy(one_rank: ParallelGroups):
+    return tiny_policy(tiny_config(**DELTA_EXPERTS, seq_length=64))
+
+
+def alone(policy, requests, **options):
+    """Each request in an engine of its own rows, one after the other: nothing is preempted, cut or moved."""
+    engine = rollout_engine(policy, max_batch_size=4, **options)
+    return [generate(policy, engine, [wanted])[0] for wanted in requests]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "paged"])
+def test_groups_short_chunks_and_moves_change_nothing(one_rank: ParallelGroups, backend: str) -> None:
+    """Prompts in chunks of 3 tokens beside rows that decode, samples that copy a state, rows that change places."""
+    policy = tiny_policy(tiny_config(**DELTA, seq_length=64, attention_backend=backend))
+    requests = ragged_requests(9, 4, longest_prompt=20, max_new_tokens=14)
+    engine = rollout_engine(policy, max_batch_size=7, prefill_token_budget=3, steps_per_host_read=2)
+    found, wanted = generate(policy, engine, requests), alone(policy, requests)
+    assert tokens(found) == tokens(wanted)
+    assert largest_gap(found, wanted) < 5e-5
+    assert engine.statistics.reused_tokens == 0
+
+
+def test_whoever_is_preempted_is_computed_from_its_first_token(one_rank: ParallelGroups) -> None:
+    policy = tiny_policy(tiny_config(**DELTA, seq_length=64, attention_backend="paged"))
+    requests = ragged_requests(6, 2, longest_prompt=12, max_new_tokens=24)
+    budget = 24 * 4 * 2 * 2 * 8 * 4 + 8 * policy.layout.state_bytes(4)  # bytes: 24 blocks of 4 tokens, and 8 states
+    engine = rollout_engine(
+        policy, stop_ids=(), max_batch_size=8, block_size=4, kv_overcommit=8.0, cache_budget_gb=budget / 2**30
+    )
+    found, wanted = generate(policy, engine, requests), alone(policy, requests, stop_ids=())
+    assert engine.max_batch_size == 8 and engine.statistics.preemptions > 0
+    assert tokens(found) == tokens(wanted)
+    assert largest_gap(found, wanted) < 5e-5
+
+
+def test_interrupted_rollouts_go_on(policy) -> None:
+    requests = ragged_requests(5, 2, longest_prompt=12, max_new_tokens=20)
+    engine = rollout_engine(policy, max_batch_size=4, steps_per_host_read=1)
+    wanted = generate(policy, engine, requests)
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        for request in requests:
+            engine.submit(request)
+        found = drain_with_pauses(engine, requests, 1)
+    assert tokens(found) == tokens(wanted)
+    assert largest_gap(found, wanted) < 5e-5
+
+
+def test_a_state_has_its_bytes(policy) -> None:
+    """By hand: 4 heads of 6 x 8 in fp32 and 3 tokens of 2 x 12 + 32 channels a layer, and there are two."""
+    assert policy.layout.state_bytes(4) == 2 * (4 * 4 * 48 + 3 * 56 * 4)
+    assert policy.layout.state_bytes(2) == 2 * (4 * 4 * 48 + 3 * 56 * 2)
+    assert policy.layout.slot_numbers(5) == 5 * 2 * 2 * 8
+    engine = rollout_engine(policy, max_batch_size=3)
+    assert sum(t.numel() * t.element_size() for t in engine.cache.states.tensors) == 3 * policy.layout.state_bytes(4)
