@@ -30,7 +30,7 @@ def _sizes(model: Architecture) -> tuple[int, int, int]:
 
 
 def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
-    """Yield those of the delta rule: one projection gives queries, keys and values, the output's gate, strength and decay."""
+    """Yield those of the delta rule: one projection gives all that a token brings, its gate and decay included."""
     keys, values, heads = _sizes(model)
     channels, kernel = 2 * keys + values, model.linear_conv_kernel_dim
     stripes = ("in_proj_qkv", channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads)

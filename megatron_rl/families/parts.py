@@ -148,7 +148,7 @@ class StateCache:
         return 0
 
     def state_bytes(self, itemsize: int) -> int:
-        """Count the bytes of a sequence: a matrix [key width, value width] a head in fp32, and inputs of ``itemsize`` bytes.
+        """Count the bytes of a sequence: a matrix a head in fp32, and inputs of ``itemsize`` bytes each.
 
         Example: 2 heads of 8 x 8 and 3 tokens of 48 channels in bf16 keep 2 x 64 x 4 + 3 x 48 x 2 = 800 bytes.
         """

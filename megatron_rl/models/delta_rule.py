@@ -64,7 +64,7 @@ class Chunks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], taps: int, device: torch.device) -> Chunks:
-        """Lay out sequences; ``taps`` tokens of the past are what the convolution reads. Nothing is read from the device."""
+        """Lay out sequences, before each ``taps`` tokens of its past. Nothing is read from the device."""
         longest = max(lengths)
         size = LONGEST_CHUNK if longest >= LONGEST_CHUNK else max(SHORTEST_CHUNK, 1 << (longest - 1).bit_length())
         order = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
@@ -143,7 +143,7 @@ def convolved(
 def delta_inputs(
     turned: torch.Tensor, widths: tuple[int, int], heads: tuple[int, int], strength: torch.Tensor, decay: torch.Tensor
 ) -> DeltaInputs:
-    """Take apart ``turned`` [T, channels], what the convolution gives; ``widths`` and ``heads`` of keys and of values."""
+    """Take apart ``turned`` [T, channels], what the convolution gives; ``widths`` and ``heads``: of keys, values."""
     of_keys = widths[0] * heads[0]
     query, key, value = turned.split((of_keys, of_keys, widths[1] * heads[1]), -1)
     query, key = (_normed(each.unflatten(-1, (heads[0], widths[0]))) for each in (query, key))
@@ -157,7 +157,7 @@ def _normed(heads: torch.Tensor) -> torch.Tensor:
 def delta_rule(
     inputs: DeltaInputs, chunks: Chunks, state: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [T, value heads, value width], and the states [B, value heads, key width, value width] at the ends.
+    """Return outputs [T, value heads, value width], and the last states [B, value heads, key width, value width].
 
     ``state`` are those at the beginnings; None: zeros. In the code N chunks of C tokens, ``k`` key heads, ``s`` value
     heads to each, key width ``d``, value width ``e``.
@@ -207,14 +207,14 @@ def delta_rule(
 
 
 def convolved_step(inputs: torch.Tensor, weight: torch.Tensor, past: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Do what `convolved` does, of one token a row, [N, channels]; ``past`` [N, taps, channels] moves on in ``alive`` rows."""
+    """Do as `convolved` with a token a row, [N, channels]; ``past`` [N, taps, channels] moves on in ``alive`` rows."""
     line = torch.cat((past, inputs[:, None]), 1)
     past.copy_(line[:, 1:].where(alive[:, None, None], past))
     return functional.silu((line.float() * weight[:, 0].t().float()).sum(1))
 
 
 def delta_step(inputs: DeltaInputs, state: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Do what `delta_rule` does, of one token a row, [N, ..] each; ``state`` changes in place in rows that are ``alive`` [N]."""
+    """Do as `delta_rule` with a token a row, [N, ..]; ``state`` changes in place in rows that are ``alive`` [N]."""
     share = inputs.value.shape[1] // inputs.key.shape[1]
     query, key = (each.repeat_interleave(share, 1)[..., None, :] for each in (inputs.query, inputs.key))
     strength, decay = (each.where(alive[:, None], 0.0)[..., None] for each in (inputs.strength, inputs.decay))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny import LATENT, LATENT_EXPERTS, MIXED, POST_NORMS, SINKS, WINDOWS
+from tests.support.tiny import DELTA, DELTA_EXPERTS, LATENT, LATENT_EXPERTS, MIXED, POST_NORMS, SINKS, WINDOWS
 
 TIED = {"untie_embeddings_and_output_weights": False}
 UNEVEN = {"num_layers": 5}
@@ -32,6 +32,9 @@ MANY = {"samples": 20}
 """Five micro-batches in an update, so that stages have some in steady state."""
 LATENT, LATENT_EXPERTS = (changes | {"num_layers": 4} for changes in (LATENT, LATENT_EXPERTS))
 LATENT_EXPERTS |= {"moe_layer_freq": "([0]*1+[1]*3)"}
+DELTA, DELTA_EXPERTS = (
+    changes | {"num_layers": 4, "linear_attention_freq": 2} for changes in (DELTA, DELTA_EXPERTS)
+)
 CASES: dict[str, dict[str, Any]] = {
     "plain": MANY,
     "tied": TIED,
@@ -77,6 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
     "latent, experts": LATENT_EXPERTS | {"q_lora_rank": False},
     "prompts, latent": PROMPTS | LATENT,
     "shared, latent": SHARED_PROMPTS | LATENT,
+    "delta": DELTA,
+    "delta, recomputed": DELTA | RECOMPUTED,
+    "delta, distributed": DELTA | {"use_distributed_optimizer": True},
+    "delta, experts": DELTA_EXPERTS,
     "prompts": PROMPTS,
     "prompts, fused": PROMPTS | FUSED,
     "prompts, experts": PROMPTS | EXPERTS,
@@ -98,6 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 REFERENCE = {
     "latent, attention recomputed": "latent", "shared, latent": "prompts, latent",
+    "delta, recomputed": "delta", "delta, distributed": "delta",
     "sinks, loop": "sinks", "sinks, attention recomputed": "sinks",
     "odd bins": "plain", "distributed": "plain",
     "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
@@ -122,10 +130,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         [
             "shared", "shared, fused", "shared, recomputed", "shared, attention recomputed", "shared, experts",
             "shared, windows", "sinks, loop", "sinks, attention recomputed", "lora, recomputed", "lora, experts, loop",
-            "shared, latent", "latent, attention recomputed",
+            "shared, latent", "latent, attention recomputed", "delta, recomputed",
         ],
     ),
-    "DP2": (2, {}, ["shared", "shared, overlaps"]),
+    "DP2": (2, {}, ["shared", "shared, overlaps", "delta, distributed"]),
     "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora", "latent"]),
     "TP2, sequence-parallel": (
         2, TENSOR,
@@ -139,7 +147,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         [
             "plain", "tied", "fused", "recomputed", "experts", "balanced", "balanced by batch", "replayed",
             "more on the last", "few", "taught", "windows", "sinks", "mixed",
-            "latent, experts",
+            "latent, experts", "delta",
         ],
     ),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught", "windows"]),
@@ -157,6 +165,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
             "experts", "replayed", "experts, recomputed", "experts, few", "experts, overlaps", "experts, loop",
             "balanced", "experts, taught", "shared, experts", "mixed, overlaps",
             "lora, experts, overlaps", "lora, experts, loop", "latent, experts",
+            "delta, experts",
         ],
     ),
     "EP2 x DP2": (

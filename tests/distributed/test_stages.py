@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny import SINKS, WINDOWS
+from tests.support.tiny import DELTA, SINKS, WINDOWS
 
 STAGES = {"pipeline_model_parallel_size": 2}
 PAGES = {"attention_backend": "paged"}
@@ -50,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     "windows": {"flags": WINDOWS, "requests": {"longest_prompt": 20}},
     "windows, int8": {"flags": WINDOWS, "recipe": "int8"},
     "experts, sinks, int8": {"flags": SINKS, "recipe": "int8", "requests": {"longest_prompt": 20}},
+    "recurrent states": {
+        "flags": DELTA | {"num_layers": 4, "linear_attention_freq": 2}, "requests": {"longest_prompt": 20},
+        "options": {"prefill_token_budget": 8},
+    },
     "windows, prefixes in pages": {
         "flags": WINDOWS | PAGES, "options": {"max_sequence_length": 96, "block_size": 16},
         "requests": {"longest_prompt": 24}, "turns": True,
@@ -64,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"cache_budget_gb": 10 * (3 * 128 + 2 * 2) * 64 / 2**30},
     },
 }  # fmt: skip
-TAPED = ["plain", "pages", "interrupted", "int8", "windows", "experts, recorded"]
+TAPED = ["plain", "pages", "interrupted", "int8", "windows", "experts, recorded", "recurrent states"]
 CASES |= {f"{name}, taped": CASES[name] | {"tapes": True} for name in TAPED}
 """On stages, a tape in the place of each graph; on one rank as without."""
 CASES["plain, taped, refused on the first"] = CASES["plain, taped"] | {"refused": 0}
