@@ -226,7 +226,7 @@ def write_parameters(
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     model, items = layout.architecture, []
-    are_alike = len({kind.mlp for kind in model.kinds}) == 1
+    are_alike = len({kind.mlp for kind in model.kinds}) == 1 and not any(kind.mixer == "delta" for kind in model.kinds)
     linears = {f"decoder.{linear.name}.weight" for linear in layout.linears}
     parameters: dict[MetadataIndex, Parameter] = {}
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
