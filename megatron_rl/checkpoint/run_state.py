@@ -39,10 +39,7 @@ _COUNTED_WITH = {
         "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size",
         "moe_shared_expert_gate",
     },
-    "linear_attention_freq": {
-        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-        "linear_num_value_heads",
-    },
+    "linear_attention_freq": {name for name in _ARCHITECTURE if name.startswith("linear_") and "freq" not in name},
 }
 _OF_LATENTS = {
     "rope_type", *YARN, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
