@@ -16,7 +16,7 @@ import pytest
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.run.preflight.machine import lock
 from tests.support.checkpoints import differences, state_of
-from tests.support.launches import launched
+from tests.support.launches import forked, launched
 from tests.support.runs import facts_of, rows_of, run, run_many
 from tests.support.tiny import tiny_config
 
@@ -52,7 +52,8 @@ def test_a_run_stopped_in_every_way_and_resumed_is_the_undisturbed_one(workshop,
     }
     reached = 0
     for what, stop in stops.items():
-        with launched(workshop.rl("disturbed", **flags, resume=reached > 0), run_dir, ranks=2) as launch:
+        start = forked if "one rank" in what else launched
+        with start(workshop.rl("disturbed", **flags, resume=reached > 0), run_dir, ranks=2) as launch:
             launch.wait_for_step(reached + 2)
             stop(launch)
             code = launch.wait()
@@ -140,6 +141,7 @@ def test_a_signal_to_torchrun_while_the_ranks_start_is_a_clean_stop(workshop, nu
         assert "gloo" not in launch.output
 
 
+@pytest.mark.long  # test_kills.py kills main ranks, too, and looks for what is left behind
 def test_a_killed_main_rank_leaves_no_environment_server(workshop):
     run_dir, slow = workshop.run_dir("killed_main"), _environments(workshop, "killed_main", seconds=0.05)
     with launched(workshop.rl("killed_main", train_iters=STEPS, langrl_env_config=slow), run_dir) as launch:
@@ -157,7 +159,7 @@ def test_a_run_whose_environment_server_is_killed_is_the_undisturbed_one(worksho
     run_dir, slow = workshop.run_dir(name), _environments(workshop, name, seconds=0.05)
     flags = {"train_iters": STEPS, "langrl_env_config": slow, "use_distributed_optimizer": True}
     source, killed = random.Random(kills), []
-    with launched(workshop.rl(name, **flags), run_dir, ranks=2) as launch:
+    with forked(workshop.rl(name, **flags), run_dir, ranks=2) as launch:
         launch.wait_for_step(1)
         address_file = next(run_dir.glob("logs/environments_*")) / "environment_server.json"
         while len(killed) < kills:
@@ -182,9 +184,9 @@ def test_a_stop_before_the_first_update_is_saved_and_resumed(workshop):
     run_dir, started = workshop.run_dir("early"), workshop.folder / "early_started"
     slow = _environments(workshop, "early", seconds=0.2, started=str(started))
     flags = {"langrl_env_config": slow, "eval_interval": 2, "rl_prompts_per_eval": 2, "rl_samples_per_eval_prompt": 2}
-    with launched(workshop.rl("early", **flags), run_dir) as launch:
+    with forked(workshop.rl("early", **flags), run_dir) as launch:
         launch.wait_until(started.exists, "the first grade")
-        launch.signal(signal.SIGTERM)
+        launch.signal_rank(0, signal.SIGTERM)
         assert launch.wait() == 0
         assert launch.leftovers() == []
     checkpoint = run_dir / "checkpoints" / "step_0000000"
@@ -222,6 +224,7 @@ def test_a_second_run_in_a_used_directory_is_refused(workshop):
     assert (workshop.run_dir("used") / "run.json").read_text() == before
 
 
+@pytest.mark.long  # test_command.py has it of two ranks
 def test_a_second_ctrl_c_ends_at_once(workshop):
     run_dir, started = workshop.run_dir("twice"), workshop.folder / "twice_started"
     slow = _environments(workshop, "twice", seconds=2, started=str(started))

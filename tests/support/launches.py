@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from tests.support.ranks import REPOSITORY, free_port
+from tests.support.forks import Fork
+from tests.support.ranks import REPOSITORY, free_port, rank_environment
 from tests.support.runs import rows_of
 
 PATIENCE_S = 300.0
@@ -31,6 +32,8 @@ class Launch:
         self.run_dir = run_dir
         self._log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        scratch = run_dir.with_name("tmp")  # torchrun leaves a folder behind, and so does who is killed
+        scratch.mkdir(exist_ok=True)
         launcher, program = [sys.executable], ["train_rl.py"]
         if by_itself:
             program = ["-m", "megatron_rl.cli", command, f"--nproc={ranks}", f"--max-restarts={restarts}"]
@@ -41,7 +44,7 @@ class Launch:
             self._process = subprocess.Popen(
                 [*launcher, *program, *argv],
                 cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(scratch)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -60,6 +63,10 @@ class Launch:
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"the launch hangs:\n{self.output[-6000:]}") from error
 
+    def poll(self) -> int | None:
+        """The exit code of the launcher, None as long as it runs."""
+        return self._process.poll()
+
     def wait_for_step(self, step: int) -> None:
         """Until metrics.jsonl has the row of ``step``."""
         self.wait_until(lambda: _last_step(self.run_dir) >= step, f"step {step}")
@@ -68,7 +75,7 @@ class Launch:
         """Until ``reached`` answers True; fails when the run ends before."""
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
-            ended = self._process.poll()
+            ended = self.poll()
             assert ended is None, f"ended with {ended} before {what}:\n{self.output[-6000:]}"
             assert time.monotonic() < deadline, f"{what} is never reached:\n{self.output[-6000:]}"
             time.sleep(0.01)
@@ -104,11 +111,53 @@ class Launch:
             time.sleep(0.05)
         return [_command_of(process) for process in self.processes()]
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill whatever is left of it."""
-        if self._process.poll() is None:
+        if self.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+class ForkedLaunch(Launch):
+    """The ranks alone, in forks: no launcher, and nothing is imported again. For what is asked of ranks and servers."""
+
+    def __init__(self, argv: Sequence[str], run_dir: Path, ranks: int) -> None:
+        self.run_dir = run_dir
+        self._log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        with self._log.open("ab") as log:
+            self._forks = [
+                Fork(["train_rl.py", *map(str, argv)], rank_environment(rank, ranks, port), log, log, rank)
+                for rank in range(ranks)
+            ]
+
+    def wait(self) -> int:
+        """0, or the exit code of a rank that failed."""
+        codes = []
+        for fork in self._forks:
+            try:
+                codes.append(fork.wait(PATIENCE_S))
+            except subprocess.TimeoutExpired as error:
+                raise AssertionError(f"a rank hangs:\n{self.output[-6000:]}") from error
+        return next(filter(None, codes), 0)
+
+    def poll(self) -> int | None:
+        """As `wait` once all have ended, before that None."""
+        return None if None in [fork.poll() for fork in self._forks] else self.wait()
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        """To one rank's process."""
+        os.kill(self._forks[rank].pid, number)
+
+    def close(self) -> None:
+        """Kill whatever is left of it."""
+        for fork in self._forks:
+            fork.kill()
+            fork.wait()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -120,11 +169,15 @@ def launched(
     command: str = "train",
 ) -> Iterator[Launch]:  # fmt: skip
     """A launch that leaves nothing behind, whatever the test does."""
-    launch = Launch(argv, run_dir, ranks, restarts, by_itself, command)
-    try:
+    with contextlib.closing(Launch(argv, run_dir, ranks, restarts, by_itself, command)) as launch:
         yield launch
-    finally:
-        launch.end()
+
+
+@contextlib.contextmanager
+def forked(argv: Sequence[str], run_dir: Path, ranks: int = 1) -> Iterator[Launch]:
+    """The same of ranks without a launcher."""
+    with contextlib.closing(ForkedLaunch(argv, run_dir, ranks)) as launch:
+        yield launch
 
 
 def _last_step(run_dir: Path) -> int:
