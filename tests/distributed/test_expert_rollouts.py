@@ -119,7 +119,7 @@ def test_quantised_as_on_one_rank(layout: str) -> None:
             assert all(calls for *_, calls in rows)
 
 
-SAID = "So codes depend on the tensor-parallel size"
+SAID = "codes depend on the tensor-parallel size"
 """In docs/quantization.md."""
 
 
