@@ -127,11 +127,16 @@ def _patch_tensor_methods() -> None:
 
 
 def _keep_optimizers_from_the_compiler() -> None:
-    """They import ``torch._dynamo`` to say that they are not compiled: a second of a process that compiles nothing."""
+    """They import ``torch._dynamo`` to say that they are not compiled: a second of a process that compiles nothing.
+
+    A torch that decorates them in no way keeps its own.
+    """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        setattr(Optimizer, name, vars(Optimizer)[name].__wrapped__)
+        if hasattr(method := vars(Optimizer)[name], "__wrapped__"):
+            setattr(Optimizer, name, method.__wrapped__)
     for kind in (Adam, SGD):  # AdamW has Adam's
-        kind.step = torch.no_grad()(kind.step.__wrapped__)
+        if hasattr(kind.step, "__wrapped__"):
+            kind.step = torch.no_grad()(kind.step.__wrapped__)
 
 
 def _import_megatron_without_compilation() -> None:
