@@ -67,7 +67,7 @@ def logits_gradient(
     of_entropies = None if known[-1] is None else grads[1]
     gradient_kernel[(rows, triton.cdiv(held, _BLOCK))](
         _with_whole_rows(logits), *known, grads[0], of_entropies, _with_whole_rows(out), columns, held,
-        logits.stride(0), out.stride(0), 1.0 / temperature, BLOCK=_BLOCK, num_warps=8,
+        logits.stride(0), out.stride(0), 1.0 / temperature, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     torch.autograd.graph.increment_version(out)  # whoever else saved it hears of it, as after an operation of torch
     return out

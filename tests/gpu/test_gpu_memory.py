@@ -89,7 +89,8 @@ def test_fifty_cycles_allocate_nothing_new(one_rank, recipe: str) -> None:
         quantization.weights_changed()
         seen.append(_allocated())
     assert residency.generation == 49
-    assert max(seen[40:]) <= max(seen[10:20])
+    # The last batch, which stays, is of another size each time: 5 kB more were seen. One tensor a cycle would be 15 kB.
+    assert max(seen[40:]) <= max(seen[10:20]) + 2**13
 
 
 def test_free_memory_counts_what_the_allocator_keeps() -> None:

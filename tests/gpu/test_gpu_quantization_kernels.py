@@ -28,6 +28,8 @@ class TestGroupedCompiled(GroupedChecks):
 
     device = "cuda"
     bf16_error = 0.0
+    # On Hopper and B200 torch's own grouped product takes over, which gives bf16.
+    fp8_error = 2**-8 if torch.cuda.is_available() and torch.cuda.get_device_capability() in ((9, 0), (10, 0)) else 1e-5
 
     def test_one_graph_serves_any_sizes_of_groups(self):
         """Also none, and experts whose tokens fill several tiles; nothing is read by the host."""

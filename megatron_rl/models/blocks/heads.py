@@ -77,8 +77,11 @@ class HeadAttention(Block, PlannedSelfAttention):
             self.q_layernorm = NormAcrossHeads(self.config, heads * width, self.pg_collection.tp)
             self.k_layernorm = NormAcrossHeads(self.config, groups * width, self.pg_collection.tp)
         self._norms = (self.q_layernorm, self.k_layernorm) if has_norms else (None, None)
-        # With fewer groups than ranks these exchange their parts.
-        is_plain = self.config.num_query_groups >= self.world_size and kind.scale is None
+        # With fewer groups than ranks these exchange their parts, which is megatron's to do.
+        has_own_groups = self.config.num_query_groups >= self.world_size
+        if not has_own_groups:
+            self.reader = None
+        is_plain = has_own_groups and kind.scale is None
         self._rotates_together = is_plain and not has_norms
         # A kernel knows everything between the projection and the cache.
         self._is_storable = is_plain and (not has_norms or all(map(is_rms, self._norms)))
@@ -103,12 +106,26 @@ class HeadAttention(Block, PlannedSelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
         if not self._rotates_together:
-            query, key, value = self.get_query_key_value_tensors(normed[:, None])
+            query, key, value = self._split(normed)
             return plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind), value
         mixed = self._mixed(normed)
         turned = plan.rotate(mixed[:, :, :-1], self.kind)  # queries and keys in one go
         query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, mixed.shape[-1])
         return query, turned[:, :, -1].unsqueeze(1), mixed[:, :, -1].unsqueeze(1)
+
+    def _split(self, normed: LinearInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[T, hidden]`` -> query, key and value, ``[T, 1, heads, D]`` each, normed and not rotated.
+
+        megatron's own way takes no activations that are packed for a quantised product.
+        """
+        if self.reader is None:
+            return self.get_query_key_value_tensors(normed[:, None])
+        mixed = self._mixed(normed)
+        query = mixed[:, :, :-2].reshape(mixed.shape[0], 1, -1, mixed.shape[-1])
+        key, value = mixed[:, :, -2].unsqueeze(1), mixed[:, :, -1].unsqueeze(1)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
 
 
 BLOCK = HeadAttention

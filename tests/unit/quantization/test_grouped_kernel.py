@@ -47,6 +47,8 @@ class GroupedChecks:
     device: str
     bf16_error: float
     """Relative error of the cast to bf16."""
+    fp8_error = 1e-5
+    """Of fp8 products, relative to the largest number."""
 
     @pytest.mark.parametrize(
         ("name", "case"),
@@ -69,7 +71,7 @@ class GroupedChecks:
             assert torch.equal(found, wanted)
         else:
             largest = float(wanted.abs().max()) if wanted.numel() else 0.0
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * largest)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=self.fp8_error * largest)
 
     def test_bf16(self):
         recipe, q = RECIPES.get("int8"), stack_of("int8", 3, 40, 96)
