@@ -23,6 +23,7 @@ import triton.language as tl
 from megatron_rl.arithmetic import TILE
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing
+from megatron_rl.quantization.thin_kernels import MOST_TOKENS, thin_product
 
 MAX_COLUMNS = 65536
 """A row is held in the registers of one program; more would spill."""
@@ -232,9 +233,11 @@ def int8_matmul(
     fp32 ``scales`` [M, 1], ``weight_scales`` [N, 1], contiguous. Pass slices to leave out padding rows of the weight.
     """
     (rows, depth), columns = codes.shape, weight_codes.shape[0]
-    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if depth > MOST_SUMMED:
         raise ValueError(f"sums of {depth} products could overflow int32; use at most {MOST_SUMMED} columns")
+    if rows <= MOST_TOKENS:
+        return thin_product(codes, weight_codes, scales, weight_scales, dtype)
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     tiles = tiles_for(rows)
     matmul_kernel[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
         codes, weight_codes, out, scales, weight_scales, rows, columns, depth, codes.stride(0), weight_codes.stride(0),

@@ -175,6 +175,10 @@ def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
 
 def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Compute ``(codes x scales) W^T`` [T, N] on CUDA; one scale a row of both."""
+    from megatron_rl.quantization.thin_kernels import MOST_TOKENS, thin_product
+
+    if len(codes) <= MOST_TOKENS:
+        return thin_product(codes, q.codes[: q.rows], scales, q.scales[: q.rows], dtype)
     out = torch.bfloat16  # the only one that rowwise scaling has
     product = torch._scaled_mm(codes, q.codes.t(), scale_a=scales, scale_b=q.scales.t(), out_dtype=out)
     return product[:, : q.rows].to(dtype)

@@ -18,6 +18,7 @@ from tests.unit.quantization.test_kernels import (
     quantize_segments,
     same,
 )
+from tests.unit.quantization.test_thin_kernel import ThinChecks
 
 pytestmark = pytest.mark.gpu
 COLUMNS = 4096
@@ -46,6 +47,13 @@ class TestGroupedCompiled(GroupedChecks):
             graph.replay()
             wanted = recipe.grouped_matmul(x.cpu(), q, ends.cpu())
             assert torch.equal(product[: borders[-1]].cpu(), wanted[: borders[-1]])
+
+
+class TestThinCompiled(ThinChecks):
+    """The checks of the interpreter."""
+
+    device = "cuda"
+    fp8_error = 2e-3  # a tile of 64 inputs is added up in 14 bits
 
 
 class TestCompiled(KernelChecks):

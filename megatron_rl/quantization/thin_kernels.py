@@ -1,0 +1,123 @@
+"""Products of few tokens with 8-bit weights, as a decode step has them: the time is that of reading the weights.
+
+    weight [N, K] ──► column tiles x splits of K, a program each ──► parts [splits, M, N] ──► summed in order, scaled
+
+Where there are fewer column tiles than programs that fill a GPU, several share a tile, each with a part of K
+("split-K"), and a second kernel adds the parts up: always in the same order, so that the same inputs give the same
+bits. The weight is the left operand, whose tile has the 64 rows or more that Hopper's tensor cores want.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+MOST_TOKENS = 64
+"""With more, products are bound by arithmetic sooner than by reading, and larger tiles are faster."""
+_SUMMED = 1024
+"""Numbers of a row that a program of the second kernel adds up."""
+
+
+class ThinTiles(NamedTuple):
+    """A program's tile of the weight, how it is run, and how many programs a product should have."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    programs: int
+
+
+TILES = ThinTiles(columns=64, depth=256, warps=4, stages=4, programs=264)
+
+
+def thin_product(
+    codes: torch.Tensor,
+    weight_codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    dtype: torch.dtype,
+    tiles: ThinTiles = TILES,
+) -> torch.Tensor:
+    """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``.
+
+    Of int8 or float8_e4m3fn [M, K] and [N, K], M up to 64: rows may have any stride, columns are adjacent. fp32
+    ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous. int8 has exact sums and one fp32 rounding an operation;
+    fp8 sums are in fp32.
+    """
+    (rows, depth), columns = codes.shape, weight_codes.shape[0]
+    steps, column_tiles = triton.cdiv(depth, tiles.depth), triton.cdiv(columns, tiles.columns)
+    share = triton.cdiv(steps, max(1, min(steps, tiles.programs // column_tiles)))
+    splits = triton.cdiv(steps, share)
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    sums = torch.int32 if codes.dtype == torch.int8 else torch.float32
+    parts = out if splits == 1 else torch.empty(splits, rows, columns, dtype=sums, device=codes.device)
+    thin_kernel[(column_tiles, splits)](
+        codes, weight_codes, parts, scales, weight_scales, rows, columns, depth, codes.stride(0),
+        weight_codes.stride(0), ROWS=max(16, triton.next_power_of_2(rows)), COLUMNS=tiles.columns, DEPTH=tiles.depth,
+        STEPS=share, WHOLE=splits == 1, EVEN=depth % (share * tiles.depth) == 0 and columns % tiles.columns == 0,
+        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if splits > 1:
+        parts_kernel[(rows, triton.cdiv(columns, _SUMMED))](
+            parts, out, scales, weight_scales, rows, columns, SPLITS=splits, BLOCK=_SUMMED, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def thin_kernel(
+    codes, weight_codes, out, scales, weight_scales, rows, columns, depth, code_stride, weight_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """One program all tokens, COLUMNS outputs and STEPS x DEPTH inputs: ``out``, or the sums of its part."""
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.program_id(1) * STEPS * DEPTH + tl.arange(0, DEPTH)
+    real_row, real_column = row < rows, column < columns
+    tokens = codes + row[None, :].to(tl.int64) * code_stride + step[:, None]
+    weight = weight_codes + column[:, None].to(tl.int64) * weight_stride + step[None, :]
+    sums: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
+    result = tl.zeros((COLUMNS, ROWS), dtype=sums)
+    for index in range(0, STEPS):
+        if EVEN:
+            left = tl.load(weight)
+            right = tl.load(tokens, mask=real_row[None, :], other=0.0)
+        else:
+            rest = step < depth - index * DEPTH
+            left = tl.load(weight, mask=real_column[:, None] & rest[None, :], other=0.0)
+            right = tl.load(tokens, mask=real_row[None, :] & rest[:, None], other=0.0)
+        # Hopper adds up 8-bit floats in fewer bits than fp32 has: after a tile the sum goes on in fp32.
+        result = tl.dot(left, right, result, out_dtype=sums, max_num_imprecise_acc=DEPTH)
+        weight += DEPTH
+        tokens += DEPTH
+    place = row[None, :] * columns + column[:, None]
+    inside = real_row[None, :] & real_column[:, None]
+    if WHOLE:
+        by_row = tl.load(scales + row, mask=real_row, other=0.0)[None, :]
+        by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[:, None]
+        tl.store(out + place, (result.to(tl.float32) * by_row * by_column).to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + tl.program_id(1).to(tl.int64) * rows * columns + place, result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def parts_kernel(
+    parts, out, scales, weight_scales, rows, columns, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program BLOCK outputs of a token."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    place = row * columns + column
+    total = tl.load(parts + place, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts + split * (rows.to(tl.int64) * columns) + place, mask=inside, other=0.0)
+    scaled = total.to(tl.float32) * tl.load(scales + row)
+    scaled *= tl.load(weight_scales + column, mask=inside, other=0.0)
+    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=inside)

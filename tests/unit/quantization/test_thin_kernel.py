@@ -1,0 +1,73 @@
+"""The product of few tokens with 8-bit weights: in Triton's interpreter here, compiled in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.quantization.formats import FP8
+from tests.support.interpreter import INTERPRETED, run_interpreted
+from tests.unit.quantization.test_kernels import needs_triton, numbers
+
+SHAPES = {
+    "one split": (3, 200, 64, 4),
+    "several": (17, 100, 1000, 64),
+    "as many as steps": (64, 48, 512, 4096),
+    "the last one shorter": (5, 64, 560, 6),
+    "one token": (1, 130, 272, 64),
+}
+"""Tokens, outputs, inputs, programs wanted."""
+
+
+def codes_of(rows: int, columns: int, code_type: torch.dtype) -> torch.Tensor:
+    values = numbers(rows, columns, torch.float32)
+    return (values * 40).clamp(-127, 127).round().to(code_type) if code_type == torch.int8 else (values * 90).to(FP8)
+
+
+class ThinChecks:
+    """Subclasses name the device."""
+
+    device: str
+    fp8_error: float
+    """Relative to the largest number."""
+
+    @pytest.mark.parametrize("code_type", [torch.int8, FP8], ids=["int8", "fp8"])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_it_is_the_product(self, shape: str, code_type: torch.dtype):
+        """Int8 to the bit, with sums that fp64 holds exactly."""
+        from megatron_rl.quantization.thin_kernels import TILES, thin_product
+
+        rows, columns, depth, programs = SHAPES[shape]
+        codes, weight = codes_of(rows, depth, code_type), codes_of(columns, depth, code_type)
+        scales, weight_scales = numbers(rows, 1, torch.float32).abs(), numbers(columns, 1, torch.float32).abs()
+        tiles = TILES._replace(depth=64, programs=programs)
+        given = (each.to(self.device) for each in (codes, weight, scales, weight_scales))
+        found = thin_product(*given, torch.float32, tiles).cpu()
+        wanted = (codes.double() @ weight.double().t()).float() * scales * weight_scales.t()
+        if code_type == torch.int8:
+            assert torch.equal(found, wanted)
+        else:
+            torch.testing.assert_close(found, wanted, rtol=0, atol=self.fp8_error * float(wanted.abs().max()))
+
+    def test_parts_of_larger_tensors(self):
+        """Padding rows of the weight, and tokens that are columns of something wider."""
+        from megatron_rl.quantization.thin_kernels import thin_product
+
+        codes, weight = codes_of(6, 96, torch.int8), codes_of(64, 96, torch.int8)
+        given = codes.to(self.device)[:, :80], weight.to(self.device)[:50, :80]
+        ones = torch.ones(6, 1, device=self.device), torch.ones(50, 1, device=self.device)
+        wanted = codes[:, :80].double() @ weight[:50, :80].double().t()
+        assert torch.equal(thin_product(*given, *ones, torch.float32).cpu(), wanted.float())
+
+
+if INTERPRETED:
+
+    class TestInterpreted(ThinChecks):
+        device = "cpu"
+        fp8_error = 1e-5
+
+else:
+
+    @needs_triton
+    def test_the_kernel_in_tritons_interpreter():
+        run_interpreted(__file__)
