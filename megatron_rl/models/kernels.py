@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.quantization import formats
-from megatron_rl.quantization.kernels import codes_of, e4m3_of, magnitude_bits, scale_of
+from megatron_rl.quantization.kernels import FEW_ROWS, codes_of, e4m3_of, magnitude_bits, scale_of
 from megatron_rl.quantization.recipe import PackedActivations, Packing
 
 _TILE, _LARGEST = tl.constexpr(formats.TILE), tl.constexpr(formats.FP8_MAX)
@@ -40,7 +40,7 @@ def add_norm(
     block = max(triton.next_power_of_2(sink["out_columns"]), 128)
     add_norm_kernel[(rows,)](
         residual, output, bias, weight, columns, residual.stride(0), 0 if output is None else output.stride(0), epsilon,
-        **sink, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        **sink, BLOCK=block, num_warps=_warps(rows, block, packing),
     )  # fmt: skip
     return residual if output is None else output, written
 
@@ -58,9 +58,16 @@ def gate_up(
     if packing is None or packing.in_segments:  # otherwise a program has to see a whole row
         block = min(block, _PIECE)
     gate_kernel[(rows, triton.cdiv(sink["out_columns"], block))](
-        inner, shares, columns, inner.stride(0), **sink, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        inner, shares, columns, inner.stride(0), **sink, BLOCK=block, num_warps=_warps(rows, block, packing)
     )
     return written
+
+
+def _warps(rows: int, block: int, packing: Packing | None) -> int:
+    """Where few programs each look for the maximum of a whole row, more threads (H200, 32 rows: 4.7 to 3.5 us)."""
+    if packing is not None and not packing.in_segments and rows <= FEW_ROWS:
+        return min(max(block // 256, 1), 32)
+    return min(max(block // 512, 1), 16)
 
 
 def sink_for(

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_TOKENS = 64
-"""With more, products are bound by arithmetic sooner than by reading, and larger tiles are faster."""
+MOST_TOKENS = 128
+"""With more, larger tiles are faster."""
 _SUMMED = 1024
 """Numbers of a row that a program of the second kernel adds up."""
 
@@ -31,7 +31,15 @@ class ThinTiles(NamedTuple):
     programs: int
 
 
-TILES = ThinTiles(columns=64, depth=256, warps=4, stages=4, programs=264)
+_FEW = ThinTiles(columns=64, depth=128, warps=4, stages=6, programs=264)
+_MORE = ThinTiles(columns=64, depth=128, warps=4, stages=4, programs=264)
+"""The fastest of 18 on an H200 for the linears of a 7B (docs/measurements/gpu.md); programs are two for each of its 132
+processors."""
+
+
+def tiles_for_few(tokens: int) -> ThinTiles:
+    """Return the tiles of a product with at most `MOST_TOKENS`."""
+    return _FEW if tokens <= 32 else _MORE
 
 
 def thin_product(
@@ -40,15 +48,16 @@ def thin_product(
     scales: torch.Tensor,
     weight_scales: torch.Tensor,
     dtype: torch.dtype,
-    tiles: ThinTiles = TILES,
+    tiles: ThinTiles | None = None,
 ) -> torch.Tensor:
     """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``.
 
-    Of int8 or float8_e4m3fn [M, K] and [N, K], M up to 64: rows may have any stride, columns are adjacent. fp32
+    Of int8 or float8_e4m3fn [M, K] and [N, K], M up to 128: rows may have any stride, columns are adjacent. fp32
     ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous. int8 has exact sums and one fp32 rounding an operation;
-    fp8 sums are in fp32.
+    fp8 sums are in fp32 but for the 128 products of a tile, which Hopper adds up in fewer bits.
     """
     (rows, depth), columns = codes.shape, weight_codes.shape[0]
+    tiles = tiles or tiles_for_few(rows)
     steps, column_tiles = triton.cdiv(depth, tiles.depth), triton.cdiv(columns, tiles.columns)
     share = triton.cdiv(steps, max(1, min(steps, tiles.programs // column_tiles)))
     splits = triton.cdiv(steps, share)
@@ -92,7 +101,7 @@ def thin_kernel(
             rest = step < depth - index * DEPTH
             left = tl.load(weight, mask=real_column[:, None] & rest[None, :], other=0.0)
             right = tl.load(tokens, mask=real_row[None, :] & rest[:, None], other=0.0)
-        # Hopper adds up 8-bit floats in fewer bits than fp32 has: after a tile the sum goes on in fp32.
+        # After a tile the sum goes on in fp32.
         result = tl.dot(left, right, result, out_dtype=sums, max_num_imprecise_acc=DEPTH)
         weight += DEPTH
         tokens += DEPTH

@@ -25,6 +25,7 @@ _OURS = (
     "megatron_rl.models.kernels",
     "megatron_rl.quantization.grouped_kernels",
     "megatron_rl.quantization.kernels",
+    "megatron_rl.quantization.thin_kernels",
 )
 _VIEWS_OR_COPIES = {"to", "reshape", "contiguous", "flatten"}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach"}
@@ -63,7 +64,6 @@ def counted() -> Iterator[Counter[str]]:
     """Inside, launches are counted by name."""
     from triton.runtime.jit import KernelInterface
 
-    from megatron_rl.quantization import rowwise
     from megatron_rl.quantization.recipes import fp8_block
 
     seen: Counter[str] = Counter()
@@ -77,7 +77,6 @@ def counted() -> Iterator[Counter[str]]:
             for name, value in vars(module).items():
                 if isinstance(value, KernelInterface):
                     patch.setattr(module, name, _Kernel(name, seen))
-        patch.setattr(rowwise, "fp8_product", product)
         patch.setattr(fp8_block, "fp8_product", product)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))  # meta has no grouped product of codes
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))

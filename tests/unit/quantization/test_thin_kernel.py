@@ -15,6 +15,7 @@ SHAPES = {
     "as many as steps": (64, 48, 512, 4096),
     "the last one shorter": (5, 64, 560, 6),
     "one token": (1, 130, 272, 64),
+    "the most tokens": (128, 64, 200, 264),
 }
 """Tokens, outputs, inputs, programs wanted."""
 
@@ -35,12 +36,12 @@ class ThinChecks:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_it_is_the_product(self, shape: str, code_type: torch.dtype):
         """Int8 to the bit, with sums that fp64 holds exactly."""
-        from megatron_rl.quantization.thin_kernels import TILES, thin_product
+        from megatron_rl.quantization.thin_kernels import thin_product, tiles_for_few
 
         rows, columns, depth, programs = SHAPES[shape]
         codes, weight = codes_of(rows, depth, code_type), codes_of(columns, depth, code_type)
         scales, weight_scales = numbers(rows, 1, torch.float32).abs(), numbers(columns, 1, torch.float32).abs()
-        tiles = TILES._replace(depth=64, programs=programs)
+        tiles = tiles_for_few(rows)._replace(depth=64, programs=programs)
         given = (each.to(self.device) for each in (codes, weight, scales, weight_scales))
         found = thin_product(*given, torch.float32, tiles).cpu()
         wanted = (codes.double() @ weight.double().t()).float() * scales * weight_scales.t()
