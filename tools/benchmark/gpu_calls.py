@@ -7,7 +7,7 @@
     python -m tools.benchmark.gpu_calls all --out DIR             the four of them: a rehearsal without a CUDA device
 
 Every step is a process of its own with a time limit; a step that fails or hangs costs its limit and no more. Test files
-run three at once, what is measured runs alone. DIR gets a log a step, CALL.STEP.log, and a JSON record a benchmark,
+run eight at once, what is measured runs alone. DIR gets a log a step, CALL.STEP.log, and a JSON record a benchmark,
 both as they grow. Triton's compiled kernels are kept in DIR/triton.tar.xz, from which a later call (--kernels FILE)
 takes them.
 """
@@ -42,9 +42,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_
 """One GPU: ranks talk over the loopback interface. What the user has set counts."""
 
 
-AT_ONCE = 3
-"""Steps that need not be alone."""
-PRESET = 2
+AT_ONCE = 8
+"""Steps that need not be alone: two cores each of the 16 that such a machine has."""
+PRESET = 0
 """Of xz, on the side of speed: a call's time is short."""
 
 
@@ -73,9 +73,10 @@ CALLS: dict[str, tuple[Step, ...]] = {
         Step("probe", ("-m", "tests.gpu.probe"), 90),
         Step("smoke", ("-m", "tests.gpu.smoke"), 150),
         # The longest first, so that no long one is begun last.
-        *map(_tests, ("graphs", "quantization_kernels", "engine", "attention", "quantization", "sampler")),
-        *map(_tests, ("rollout_kernels", "expert_kernels", "state_kernels", "logprobs", "checkpoint", "primitives")),
-        _tests("memory", is_alone=True),
+        *map(_tests, ("attention", "expert_kernels", "rollout_kernels", "quantization", "quantization_kernels")),
+        *map(_tests, ("sampler", "engine", "state_kernels", "checkpoint", "primitives")),
+        Step("runs", ("-m", "tests.gpu.runs"), 200),
+        *(_tests(name, is_alone=True) for name in ("memory", "graphs", "logprobs")),
     ),
     "numbers": (
         _gpu("decode_attention", 75),

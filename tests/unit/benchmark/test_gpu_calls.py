@@ -87,7 +87,8 @@ class Scripted:
         return 0
 
 
-def test_three_at_once_unless_one_must_be_alone(tmp_path: Path) -> None:
+def test_three_at_once_unless_one_must_be_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_calls, "AT_ONCE", 3)
     looks = {"a": 3, "b": 1, "c": 2, "d": 2, "M": 1, "e": 1}
     steps = [Step(name, (name,), 60, is_alone=name == "M") for name in looks]
     processes: dict[str, Scripted] = {}
