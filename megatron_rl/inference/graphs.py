@@ -63,8 +63,8 @@ class CudaRecorder:
 
     def record(self, work: Work) -> Work:
         """Record ``work`` without running it; the result repeats it on the same memory."""
-        # A pool is given up with its last graph, so without one a new capture needs a new pool. So does the next capture
-        # after a refused one: torch 2.11 goes on recording its pinned memory into that pool, and nobody can stop it.
+        # A pool is given up with its last graph. After a refused capture torch 2.11 goes on recording pinned memory to
+        # its pool, and nobody can stop it: in both cases the next capture needs a new one.
         pool = next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:

@@ -40,8 +40,6 @@ PAUSE = 0.05
 """Between two looks at the processes."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
 """One GPU: ranks talk over the loopback interface. What the user has set counts."""
-
-
 AT_ONCE = 8
 """Steps that need not be alone: two cores each of the 16 that such a machine has."""
 PRESET = 0
