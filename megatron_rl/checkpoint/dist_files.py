@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -191,7 +192,16 @@ class _Unpickler(pickle.Unpickler):
             return PurePosixPath
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed, and nothing of it was executed")
+
+
+def _member(owner: Any, name: str) -> Enum:
+    """Return the member of an enumeration, which Python 3.11.0 to 3.11.3 store as a call of ``getattr``."""
+    if not (isinstance(owner, type) and issubclass(owner, Enum)):
+        raise pickle.UnpicklingError(f"it asks for the attribute {name} of something, which is not allowed")
+    return owner[name]
 
 
 def _read_metadata(path: Path) -> Any:

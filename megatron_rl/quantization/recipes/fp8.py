@@ -7,7 +7,7 @@ from megatron_rl.quantization.rowwise import RowRecipe
 
 
 class Fp8(RowRecipe):
-    """The default on GPUs; ``torch._scaled_mm`` with rowwise scales."""
+    """The default on GPUs: `thin_product` of up to 128 tokens, above that ``torch._scaled_mm`` with rowwise scales."""
 
     name = "fp8"
     format = "fp8 e4m3, channel x token"
