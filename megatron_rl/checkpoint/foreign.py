@@ -35,10 +35,10 @@ RELEASE = "release"
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")
 _PASSED_OVER = (
     "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
-    "_io.BytesIO", "pathlib.PosixPath", "signal.Signals",
+    "_io.BytesIO", "pathlib.PosixPath", "signal.Signals", "builtins.getattr", "__builtin__.getattr",
 )  # fmt: skip
 """What Megatron-LM's files have besides plain values and its own enums, in ``args`` and random state; none of it is
-needed."""
+needed. Python 3.11.0 to 3.11.3 store an enum's member as a call of ``getattr``, which is not called."""
 _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
 ONLY_BUILT: Mapping[str, Any] = {
     "multi_latent_attention": False, "rotary_interleaved": False, "window_size": None, "softmax_type": "vanilla",
