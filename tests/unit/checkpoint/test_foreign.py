@@ -316,28 +316,6 @@ def test_no_pickle_of_others_is_executed(one_rank, tmp_path: Path, file: str) ->
     assert not proof.exists()
 
 
-class _Attribute:
-    """Stored as Python 3.11.0 to 3.11.3 store members of enumerations."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._of = owner, name
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
-        return getattr, self._of
-
-
-def test_members_of_enumerations_are_read_as_early_python_3_11_stored_them(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.planner import WriteItemType
-
-    from megatron_rl.checkpoint.dist_files import _read_metadata
-
-    (tmp_path / "member").write_bytes(pickle.dumps(_Attribute(WriteItemType, "SHARD")))
-    assert _read_metadata(tmp_path / "member") is WriteItemType.SHARD
-    (tmp_path / "other").write_bytes(pickle.dumps(_Attribute(torch.Size, "numel")))
-    with pytest.raises(CheckpointError, match="it asks for the attribute numel of something, which is not allowed"):
-        _read_metadata(tmp_path / "other")
-
-
 @writes_args
 def test_a_class_that_only_a_newer_megatron_has_is_passed_over(one_rank, tmp_path: Path, monkeypatch) -> None:
     config, newer = tiny_config(), ModuleType("megatron.core.newer")
