@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.checkpoint.dist_files import DistFiles
 from megatron_rl.errors import CheckpointError
@@ -29,7 +30,7 @@ class _Method:
 def test_they_are_read_and_nothing_else_that_is_stored_so(one_rank, tmp_path: Path) -> None:
     directory = write_dist(tmp_path, tiny_policy(tiny_config()), None)
     names, file = DistFiles(directory).names, directory / ".metadata"
-    described = pickle.loads(file.read_bytes())
+    described = FileSystemReader(directory).read_metadata()
     with file.open("wb") as opened:
         _EarlyPickler(opened).dump(described)
     assert b"getattr" in file.read_bytes() and DistFiles(directory).names == names
