@@ -23,6 +23,7 @@ CPU_SECONDS = 2.0
 @pytest.mark.parametrize("answer", REFUSED)
 def test_a_number_too_large_is_refused_unseen(answer, monkeypatch):
     monkeypatch.setattr("math_verify.verify", lambda *_, **__: pytest.fail("it was compared"))
+    monkeypatch.setattr(grader, "GRADE_SECONDS", 60.0)  # a processor may be shared
     assert grader.judge(f"\\boxed{{{answer}}}", "6").status == "unparsable"
 
 
