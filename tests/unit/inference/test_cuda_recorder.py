@@ -60,6 +60,8 @@ class _Cuda:
         self.allocating: list[tuple[int, int]] = []
         """Pools of captures under way; in torch ``empty_cache`` fails unless there is none."""
         self.users: Counter[tuple[int, int]] = Counter()
+        self.pinned: set[tuple[int, int]] = set()
+        """Pools that torch 2.11 goes on recording pinned memory to, after a refused capture."""
         self.generators = [_Generator(offset=7)]
         for name, value in (
             ("Stream", _Stream), ("CUDAGraph", _Graph), ("stream", self.stream), ("graph", self.graph),
@@ -81,6 +83,8 @@ class _Cuda:
     @contextlib.contextmanager
     def graph(self, graph: _Graph, **settings: Any) -> Iterator[None]:
         """As torch's: a capture that CUDA refuses leaves neither the stream, nor the pool, nor the generator."""
+        if settings["pool"] in self.pinned:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.captures.append(settings)
         self.generators[0].is_captured = True
         graph.own_pool = pool = settings["pool"]
@@ -90,6 +94,7 @@ class _Cuda:
         try:
             yield
         except RuntimeError:
+            self.pinned.add(pool)
             raise
         except Exception:  # the capture itself was sound
             self.end_allocating(0, pool)
@@ -154,7 +159,9 @@ def test_a_capture_that_fails_leaves_stream_pool_and_generator(cuda: _Cuda, erro
     assert not cuda.allocating
     assert vars(cuda.generators[0]) == {"offset": 7, "is_captured": False}
     assert cuda.users[0, 1] == 1, "the graph that was captured before"
+    recorder.record(lambda: None)
+    assert cuda.captures[-1]["pool"] == (0, 2), "not the refused one's, though a graph of it lives"
     del kept
     gc.collect()
     recorder.record(lambda: None)
-    assert cuda.captures[-1]["pool"] == (0, 2)
+    assert cuda.captures[-1]["pool"] == (0, 3)
