@@ -6,9 +6,9 @@ between its group's maximum and its code. A division is `tl.div_rn`, because Tri
 maxima are taken of the bit patterns, which for magnitudes order like the numbers and let a NaN through to the scale, as
 torch's ``amax`` does and Triton's ``max`` does not.
 
-`int8_matmul`: tile sizes come from a small table by the number of tokens, not from autotuning, which launches and times
-kernels at the first call of each shape: a CUDA-graph capture forbids that, and two ranks could choose differently.
-Integer sums do not depend on the tiles, so the table cannot change a result.
+`int8_matmul`: few tokens are `thin_product`'s. Tile sizes come from a table by the number of tokens, not from
+autotuning, which launches and times kernels at the first call of each shape: a CUDA-graph capture forbids that, and two
+ranks could choose differently. Integer sums do not depend on the tiles, so the table cannot change a result.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ _TABLE = (
     (64, Tiles(64, 64, 128, 4, 4)),
     (128, Tiles(128, 64, 128, 4, 4)),
 )
-"""Decode reads the whole weight for few tokens: narrow column tiles keep all SMs of a GPU busy at N = 4096."""
+"""For the tokens of one expert: a grouped product reads a whole weight for few of them. `int8_matmul` has more."""
 _MANY_TOKENS = Tiles(128, 128, 128, 8, 3)
 
 

@@ -1,6 +1,6 @@
 """Short GRPO runs through `train_rl.py` on one GPU: every family with random weights, and the features beside CUDA.
 
-    python -m tests.gpu.runs                all of them, eight at a time: two minutes on 16 cores
+    python -m tests.gpu.runs                all of them, eight at a time
     python -m tests.gpu.runs NAME [NAME]    some, one after another
 
 Models have heads and experts wide enough for the kernels. A line a run: the largest log-prob mismatch, or what went

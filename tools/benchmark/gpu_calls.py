@@ -1,6 +1,6 @@
 """What to run on a GPU nobody has run this on, in calls of under ten minutes each.
 
-    python -m tools.benchmark.gpu_calls correctness --out DIR     a probe, smoke checks, then every file of tests/gpu
+    python -m tools.benchmark.gpu_calls correctness --out DIR     a probe, smoke checks, tests/gpu, short runs
     python -m tools.benchmark.gpu_calls numbers --out DIR         attention, products, decoding of a 7B and of experts
     python -m tools.benchmark.gpu_calls training --out DIR        a 0.5B: decoding, GRPO, updates; the quickstart
     python -m tools.benchmark.gpu_calls large --out DIR           a 32B, and attention in an engine

@@ -249,24 +249,26 @@ class KernelChecks:
         codes, weight = self.int8(tokens, columns), self.int8(channels, columns)
         assert torch.equal(self.sums(codes, weight).long(), codes.long() @ weight.long().t())
 
+    @pytest.mark.parametrize("tokens", [5, 130])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-    def test_the_epilogue_scales(self, dtype):
-        """Each fp32 operation rounds once, as eager torch's do: the numbers are equal."""
+    def test_the_epilogue_scales(self, dtype, tokens):
+        """Each fp32 operation rounds once, as eager torch's do: the numbers are equal. By both kernels."""
         from megatron_rl.quantization.kernels import int8_matmul
 
-        codes, weight = self.int8(5, 100), self.int8(48, 100)
-        scales, weight_scales = (numbers(rows, 1, torch.float32).abs() * 0.05 for rows in (5, 48))
+        codes, weight = self.int8(tokens, 100), self.int8(48, 100)
+        scales, weight_scales = (numbers(rows, 1, torch.float32).abs() * 0.05 for rows in (tokens, 48))
         wanted = (codes.long() @ weight.long().t()).float() * scales * weight_scales.t()
         ours = int8_matmul(*(each.to(self.device) for each in (codes, weight, scales, weight_scales)), dtype)
         self.same_product(ours, wanted.to(dtype))
 
-    def test_a_product_of_views_without_the_weights_padding_rows(self):
+    @pytest.mark.parametrize("tokens", [5, 130])
+    def test_a_product_of_views_without_the_weights_padding_rows(self, tokens):
         from megatron_rl.quantization.kernels import int8_matmul
 
-        codes, weight = self.int8(5, 128)[:, :112], self.int8(48, 112)
-        scales, weight_scales = (numbers(rows, 1, torch.float32).abs() for rows in (5, 48))
+        codes, weight = self.int8(tokens, 128)[:, :112], self.int8(48, 112)
+        scales, weight_scales = (numbers(rows, 1, torch.float32).abs() for rows in (tokens, 48))
         wanted = (codes.long() @ weight[:39].long().t()).float() * scales * weight_scales[:39].t()
-        wide = torch.full((5, 128), 99, dtype=torch.int8)
+        wide = torch.full((tokens, 128), 99, dtype=torch.int8)
         wide[:, :112] = codes
         on_device = [each.to(self.device) for each in (wide, weight, scales, weight_scales)]
         ours = int8_matmul(on_device[0][:, :112], on_device[1][:39], on_device[2], on_device[3][:39])
