@@ -1,4 +1,4 @@
-"""Compare the size of the code with the budgets of tools/budgets.toml; exit 1 where one is exceeded.
+"""Compare the size of code and documents with the budgets of tools/budgets.toml; exit 1 where one is exceeded.
 
     python -m tools.budgets              what exceeds its budget; nothing where all hold
     python -m tools.budgets --figures    every figure beside its budget
@@ -167,6 +167,12 @@ def _imports(path: Path, name: str, modules: dict[str, Path]) -> set[str]:
     return (found & modules.keys()) - {name}
 
 
+def document_words() -> int:
+    """Return the words of README.md and docs/*.md, without docs/flags.md, which is generated."""
+    pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "flags.md"}
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
 def figures(budgets: dict) -> list[Figure]:
     packages = package_lines()
     limits = budgets["limits"]
@@ -176,6 +182,7 @@ def figures(budgets: dict) -> list[Figure]:
         Figure("library: files", len(python_files("megatron_rl")), limits["library_files"]),
         Figure("library: packages", len(packages.keys() - {"."}), limits["library_packages"]),
         Figure("benchmarks: lines", sum(map(lines, python_files("tools/benchmark"))), limits["benchmark_lines"]),
+        Figure("documents: words", document_words(), limits["document_words"]),
         Figure("tests: reaches into private names", len(reaches), limits["private_reaches"]),
         Figure("library: longest import chain", len(longest_import_chain()), limits["import_chain"]),
     ]
@@ -200,7 +207,7 @@ def main() -> int:
     for row in rows if arguments.figures else over:
         print(f"{row.name:64} {row.value:6}  budget {row.budget:6}{'  EXCEEDED' if row in over else ''}")
     if over:
-        advice = f"Remove code first; {arguments.budgets.name} is raised only with the reason in the commit."
+        advice = f"Shorten first; {arguments.budgets.name} is raised only with the reason in the commit."
         print(f"{len(over)} of {len(rows)} budgets are exceeded. {advice}", file=sys.stderr)
     return bool(over)
 

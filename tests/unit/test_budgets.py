@@ -16,6 +16,10 @@ LIBRARY = {
     "megatron_rl/loop.py": "from typing import TYPE_CHECKING\nfrom megatron_rl.engine.step import Request\n"
                            "if TYPE_CHECKING:\n    from megatron_rl.never import Imported\n",
     "tests/test_x.py": "from megatron_rl.engine import step\n\n\ndef test_it():\n    step._draw()\n    step._others\n",
+    "README.md": "Two words\n",
+    "docs/page.md": "# One page\n",
+    "docs/flags.md": "generated, so not counted\n",
+    "docs/decisions/001.md": "not counted either\n",
 }
 ALLOWED = """
 file = "budgets.toml"
@@ -24,6 +28,7 @@ library_lines = 19
 library_files = 3
 library_packages = 1
 benchmark_lines = 0
+document_words = 5
 private_reaches = 1
 import_chain = 3
 record = 3
@@ -69,6 +74,7 @@ def test_a_record_has_the_fields_of_the_one_it_extends(exceeded) -> None:
         ("library_lines = 19", "library_lines = 18", "library: lines"),
         ("library_files = 3", "library_files = 2", "library: files"),
         ("library_packages = 1", "library_packages = 0", "library: packages"),
+        ("document_words = 5", "document_words = 4", "documents: words"),
         ("private_reaches = 1", "private_reaches = 0", "tests: reaches into private names"),
         ("import_chain = 3", "import_chain = 2", "library: longest import chain"),
         ("engine = 14", "engine = 13", "package engine: lines"),
