@@ -79,14 +79,14 @@ class AlgorithmConfig:
     """Coefficient of the KL penalty, e.g. 0.001; 0 also saves the reference model's forward pass (Megatron's default:
     0.001)."""
     grpo_entropy_term_weight: float = flag(0.0, ge=-100, le=100)
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus, e.g. 0.001."""
     rl_advantage: str = flag("grpo", names_of=ADVANTAGES)
     """Advantage estimator: relative to the group, to the whole step, or to a critic (gae). A name or file.py:NAME."""
     rl_advantage_args: tuple[str, ...] = flag(())
-    """Options of the advantage estimator, name=value."""
+    """Options of the advantage estimator, e.g. lowest=-1."""
     rl_turn_discount: float | None = flag(None, ge=0, le=1)
-    """Rewards by turn: a turn has its reward and this share of the next turn's return, and its own advantage. Default:
-    off, all tokens of a sample have the sum of its rewards."""
+    """Rewards by turn, e.g. 0.9: discount of the return from turn to turn; each turn has its own advantage. Default:
+    off, every token has the sum of the sample's rewards."""
     rl_gamma: float | None = flag(None, ge=0, le=1)
     """Discount factor of GAE, per token (default 1)."""
     rl_gae_lambda: float | None = flag(None, ge=0, le=1)
@@ -94,14 +94,14 @@ class AlgorithmConfig:
     rl_policy_loss: str = flag("clip", names_of=LOSSES)
     """Policy loss: a name or file.py:NAME."""
     rl_policy_loss_args: tuple[str, ...] = flag(())
-    """Options of the policy loss, name=value."""
+    """Options of the policy loss, e.g. tau_pos=1 tau_neg=1.05."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
     """Estimator of the KL to the reference model."""
     rl_correction: str | None = flag(None, names_of=CORRECTIONS, derived=_correction)
     """Importance-sampling correction of the rollout-trainer mismatch, e.g. token_tis; several are joined by +. Default:
     token_tis if rollouts are quantized, partial or kept (--rl-surplus keep), else none."""
     rl_correction_args: tuple[str, ...] = flag(())
-    """Options of the corrections, name=value."""
+    """Options of the corrections, e.g. cap=2."""
     rl_inference_logprobs_is_correction: bool = flag(False)
     """Megatron's flag for --rl-correction token_tis; without a coefficient, weights are not capped."""
     rl_correction_cap: float | None = flag(
@@ -137,10 +137,10 @@ class AlgorithmConfig:
     """Filter of dynamic sampling: which groups to train on. signal keeps groups whose rewards differ. A name or
     file.py:NAME."""
     rl_group_filter_args: tuple[str, ...] = flag(())
-    """Options of the filter, name=value."""
+    """Options of the filter, e.g. low=0.2 high=0.8."""
     rl_oversampling: int | None = flag(None, ge=1, le=1_000_000, derived=_prompts_in_flight)
-    """Prompts in flight at once with --rl-dynamic-sampling (default: --grpo-prompts-per-step) or --rl-partial-rollouts
-    (default: twice that)."""
+    """Prompts in flight at once, e.g. 128, with --rl-dynamic-sampling (default: --grpo-prompts-per-step) or
+    --rl-partial-rollouts (default: twice that)."""
     rl_max_refills: int = flag(10, ge=0, le=10_000)
     """Most resampling rounds per step of --rl-dynamic-sampling; then the step trains on the groups it has."""
     rl_surplus: Literal["drop", "keep"] = flag("drop")

@@ -27,7 +27,7 @@ class CompatibilityConfig:
 
     use_mcore_models: bool = flag(False, note="models are always built from megatron-core")
     use_rotary_position_embeddings: bool = flag(False, note="see --position-embedding-type, whose default is rotary")
-    use_flash_attn: bool = flag(False, note="see --attention-backend, which takes torch's flash where it runs")
+    use_flash_attn: bool = flag(False, note="see --attention-backend, which picks flash attention where it runs")
     attention_softmax_in_fp32: bool = flag(False, note="every attention kernel computes its softmax in fp32")
     masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion", note=_NOT_FUSED)
     bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion", note=_NOT_FUSED)
@@ -95,7 +95,7 @@ class CompatibilityConfig:
     )
     rl_profile: bool = flag(False, note="the seconds of every stage are always among the metrics")
     rl_profile_dir: str | None = flag(None, note="the seconds of every stage are always among the metrics")
-    rl_inference_parsers: tuple[str, ...] = flag((), note="environments read what the model writes themselves")
+    rl_inference_parsers: tuple[str, ...] = flag((), note="see --rl-tool-call-parser and --rl-reasoning-parser")
     log_timers_to_tensorboard: bool = flag(False, note="the seconds of every stage are always among the metrics")
     log_progress: bool = flag(False, note="metrics.jsonl records time, tokens and FLOPs of every step")
     log_memory_to_tensorboard: bool = flag(False, note="memory figures are always among the metrics")

@@ -38,8 +38,8 @@ class LatentConfig:
     v_head_dim: int | None = flag(None, ge=1, le=65_536)
     """Width of a value head, e.g. 128."""
     rl_mla_absorb: bool = flag(True, off="--no-rl-mla-absorb")
-    """Cache latents in rollouts and absorb their expansion into the queries. Without it the cache has whole heads,
-    which takes many times the memory."""
+    """Absorbed attention in rollouts, with a KV cache of latents. Without it the cache holds all heads and takes many
+    times the memory."""
 
 
 def latent_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters in place of training all weights."""
+    """LoRA: train low-rank adapters and freeze the model."""
 
     lora_rank: int | None = flag(None, ge=1)
-    """Train adapters of this rank and no other weights (LoRA); each of an expert's has rank / --moe-router-topk."""
+    """Train adapters of this rank, e.g. 8, and freeze all other weights. Experts get rank / --moe-router-topk."""
     lora_alpha: float = flag(32.0, gt=0, le=65_536)
-    """What an adapter adds is multiplied by alpha / rank."""
+    """LoRA alpha: an adapter's output is multiplied by alpha / rank."""
     lora_targets: tuple[str, ...] = flag(("all",))
-    """What gets adapters: all, attention, mlp, experts, or linears by name, such as q_proj v_proj linear_fc2."""
+    """Linear layers that get adapters: all, attention, mlp, experts, or names such as q_proj v_proj linear_fc2."""
     lora_dropout: float = flag(0.0, ge=0, lt=1)
-    """Dropout of an adapter's input in supervised training."""
+    """Dropout of the adapters' inputs, in SFT only, e.g. 0.05."""
     load_lora: str | None = flag(None, path=True, aliases=("--lora",))
     """Adapters to start from, in PEFT's format: a directory with adapter_config.json, which gives rank, alpha and
     targets."""

@@ -82,7 +82,7 @@ class ModelConfig:
     qk_layernorm: bool = flag(False)
     """Normalize queries and keys per head (Qwen3)."""
     num_experts: int | None = flag(None, ge=2, le=2048)
-    """Number of routed experts, in each layer or as --moe-layer-freq says, e.g. 128. Default: dense layers."""
+    """Number of routed experts per MoE layer, e.g. 128. Default: dense layers."""
     moe_ffn_hidden_size: int | None = flag(
         None, ge=1, le=10_000_000, source="--ffn-hidden-size",
         derived=lambda config, _: config.model.num_experts and config.model.ffn_hidden_size,

@@ -85,8 +85,7 @@ class KernelConfig:
     """Megatron's newer flag: local means --enable-cuda-graph. CUDA graphs of Transformer Engine layers are not
     supported."""
     use_cpu_initialization: bool = flag(False)
-    """Initialize weights on the CPU, which gives the same numbers on every machine. They do not depend on the parallel
-    layout in any case."""
+    """Initialize weights on the CPU, which gives the same numbers on every machine."""
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, derived=lambda config, _: "selective" if config.kernels.recompute_activations else None
     )

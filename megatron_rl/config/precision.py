@@ -24,16 +24,16 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool = flag(
         True, off="--no-accumulate-allreduce-grads-in-fp32", off_aliases=("--grad-reduce-in-bf16",)
     )
-    """Accumulate and reduce gradients in fp32 instead of the parameters' dtype."""
+    """Accumulation and reduction of gradients in fp32 instead of the parameters' dtype."""
     dither_main_params: bool = flag(True, off="--no-dither-main-params")
-    """With --bf16, start the fp32 main parameters at a random point among the numbers that round to the bf16 weights,
-    so that updates much smaller than a bf16 step take effect at once."""
+    """Dithering: with --bf16, fp32 main parameters start at a random point among the numbers that round to the bf16
+    weights, so that updates much smaller than a bf16 step take effect at once."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
-    """With --fp8-recipe blockwise: the trainer's forward pass in fp8, on the rollouts' quantised weights. With
-    --transformer-impl transformer_engine its layers' products, backward pass included."""
+    """Train in fp8. Local layers (with --fp8-recipe blockwise) run the forward pass on the rollouts' quantized weights;
+    layers of --transformer-impl transformer_engine run all GEMMs in fp8, backward pass included."""
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = flag(None)
-    """How fp8 training scales its numbers: blockwise, in tiles of 128 x 128 with powers of two; tensorwise, one scale
-    a tensor, on layers of transformer_engine only."""
+    """Scaling of fp8 training: blockwise, a power-of-two scale per tile of 128 x 128; tensorwise, one scale per tensor,
+    with transformer_engine only. The others are refused."""
     use_precision_aware_optimizer: bool = flag(False)
     """Keep Adam's moments in --exp-avg-dtype and --exp-avg-sq-dtype. Needs --use-distributed-optimizer."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32")
@@ -61,8 +61,8 @@ class QuantizationConfig:
     rl_train_forward: Literal["plain", "quantized"] = flag("plain")
     """With quantized, the trainer's forward pass uses the rollouts' quantized weights and activations too."""
     rl_train_backward: Literal["plain", "quantized"] = flag("plain")
-    """With quantized, and --rl-train-forward quantized, the backward pass multiplies numbers in the rollouts' format
-    too."""
+    """With quantized, the GEMMs of the backward pass use the rollouts' format too. Needs --rl-train-forward
+    quantized."""
     rl_evaluate_unquantized: bool = flag(False)
     """Run evaluations without quantization. By default they use the rollouts' format."""
     rl_mismatch_action: Literal["warn", "stop", "fallback"] = flag("warn")

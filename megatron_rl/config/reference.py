@@ -83,7 +83,9 @@ def _values(flag: Flag) -> str:
 
 def _default(flag: Flag) -> str:
     """Empty for switches and where there is none."""
-    return "" if flag.kind is bool or flag.default in (None, ()) else str(flag.default)
+    if flag.many:
+        return " ".join(map(str, flag.default or ()))
+    return "" if flag.kind is bool or flag.default is None else str(flag.default)
 
 
 def _meaning(flag: Flag, quote: str = "") -> str:

@@ -116,8 +116,8 @@ class RolloutConfig:
     inference_dynamic_batching_max_tokens: int = flag(8192, ge=1)
     """Most prompt tokens computed between two host checks. A longer prompt is computed in chunks (chunked prefill)."""
     rl_prefix_reuse: bool = flag(True, off="--no-rl-prefix-reuse")
-    """Prefix caching: reuse the KV cache of an earlier prompt with the same beginning, such as the previous turns of a
-    conversation."""
+    """Prefix caching, which reuses the KV cache of an earlier prompt with the same beginning, such as the previous
+    turns of a conversation."""
     rl_router_replay: bool = flag(False)
     """Router replay: in training, send each token to the experts that the rollout chose for it."""
     rl_kv_overcommit: float = flag(1.0, ge=1, le=100)

@@ -34,9 +34,9 @@ class RotationConfig:
     mscale: float = flag(1.0, ge=-1000, le=1000)
     """YaRN: multiply cos and sin by 1 + 0.1 x mscale x ln(factor)."""
     mscale_all_dim: float = flag(0.0, ge=0, le=1000)
-    """YaRN: and divide them by the same of this value."""
+    """YaRN: divide cos and sin by 1 + 0.1 x mscale-all-dim x ln(factor)."""
     correction_range_round_to_int: bool = flag(True, off="--no-correction-range-round-to-int")
-    """Rounding of YaRN's bounds between these frequencies to integers (truncate in config.json)."""
+    """Rounding of YaRN's bounds between scaled and unscaled frequencies to integers (truncate in config.json)."""
 
 
 def rotation_problems(config: RLConfig, _: int) -> Iterator[Finding]:

@@ -55,7 +55,7 @@ class TrainingConfig:
     eval_only: bool = flag(False, common=True)
     """Evaluate the weights of --load or --pretrained-checkpoint once on the held-out tasks and stop."""
     exit_interval: int | None = flag(None, ge=1)
-    """Save and stop after a step that is a multiple of this."""
+    """Save and stop after a step that is a multiple of this, e.g. 100."""
     exit_duration_in_mins: int | None = flag(None, ge=1)
     """Save and stop after this many minutes, e.g. 230 for a four-hour job."""
     exit_grace_seconds: int = flag(0, ge=0, le=86_400)
@@ -105,7 +105,7 @@ class ScheduleConfig:
     min_lr: float = flag(0.0, ge=0)
     """Learning rate at the end of the decay."""
     lr_warmup_iters: int = flag(0, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up, e.g. 10."""
     lr_warmup_samples: int = flag(0, ge=0)
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, ge=0, lt=1)
@@ -138,7 +138,7 @@ class CriticConfig:
     """Model to start the critic from, with the policy's architecture and tokenizer: a Hugging Face directory or a name
     on the hub. Default: the policy's weights. The value head starts at 0."""
     rl_critic_lora_rank: int | None = flag(None, ge=1)
-    """Make the critic adapters of this rank and a value head on the policy's frozen base, instead of a whole model;
+    """Make the critic adapters of this rank, e.g. 8, and a value head on the policy's frozen base, not a whole model;
     alpha and targets are the policy's. Needs --lora-rank."""
     rl_kl_in_reward: bool = flag(False)
     """Subtract grpo-kl-beta x (old - reference log-prob) from each token's reward, instead of adding a KL loss."""
@@ -159,7 +159,7 @@ class TeacherConfig:
     rl_teacher_weight: float = flag(1.0, gt=0, le=1000)
     """Weight of the teacher."""
     rl_teacher_kl_estimator: Literal["k2", "k3"] = flag("k2")
-    """Estimator of that KL term: k2 has the gradient of KL(student, teacher), k3 that of KL(teacher, student)."""
+    """KL estimator of --rl-teacher-as loss; k2 has the gradient of KL(student, teacher), k3 of KL(teacher, student)."""
     rl_reward_weight: float = flag(1.0, ge=0, le=1000)
     """Weight of the rewards' advantage beside a teacher; 0 learns from the teacher alone."""
 
