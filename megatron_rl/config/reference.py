@@ -83,9 +83,8 @@ def _values(flag: Flag) -> str:
 
 def _default(flag: Flag) -> str:
     """Empty for switches and where there is none."""
-    if flag.many:
-        return " ".join(map(str, flag.default or ()))
-    return "" if flag.kind is bool or flag.default is None else str(flag.default)
+    default = " ".join(map(str, flag.default or ())) if flag.many else flag.default
+    return "" if flag.kind is bool or default is None else str(default)
 
 
 def _meaning(flag: Flag, quote: str = "") -> str:
