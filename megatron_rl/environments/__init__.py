@@ -10,7 +10,7 @@
     wire      what these say to each other          results  what came of a sample
     checks    looks at tasks, row by row            selftest whether a grader can be trusted
     child     starts and ends processes             service  what the server does for its routes
-    harness   runs one sample of a harness          judging  rewards from a model
+    harness   runs one sample of a harness          judging  rewards from a model, alone or by ``ranking`` a group
 
 Nothing here imports torch: the server must be up in a fraction of a second.
 """

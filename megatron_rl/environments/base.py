@@ -189,6 +189,39 @@ class ConversationEnvironment(Environment):
         return self.reward_range[0] if reward is None else reward
 
 
+class GroupEnvironment(Environment):
+    """An environment that grades all answers to a task together: it has ``grade_group`` in place of ``grade``.
+
+    ::
+
+        def grade_group(self, task, transcripts):
+            counts = Counter(each.text for each in transcripts)
+            return [1.0 / counts[each.text] for each in transcripts]
+
+    ``grade_deadline`` is then of a whole group.
+    """
+
+    @abstractmethod
+    def grade_group(self, task: Task, transcripts: Sequence[Transcript]) -> Sequence[float | Grade]:
+        """Return a reward for each answer, in their order; a function of the arguments alone.
+
+        What is raised here masks the whole group, and so does running out of time.
+        """
+
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """Grade a group of this one answer."""
+        return self.grade_group(task, (transcript,))[0]
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> Self:
+        """See ``Environment.from_options``; a ``ConfigError`` too for what is not graded by group."""
+        made = super().from_options(given)
+        if made.max_turns != 1 or cls.step is not Environment.step or isinstance(made, HarnessEnvironment):
+            why = "whose answers have one turn and are graded together; leave out run, step and max_turns"
+            raise ConfigError([f"{cls.name} is a GroupEnvironment, {why}"])
+        return made
+
+
 class HarnessEnvironment(Environment):
     """An environment that calls the model itself: it has ``run`` in place of ``grade``.
 
@@ -230,9 +263,8 @@ class HarnessEnvironment(Environment):
     def from_options(cls, given: Mapping[str, Any]) -> Self:
         """See ``Environment.from_options``; a ``ConfigError`` too for what no harness can have."""
         made, problems = super().from_options(given), []
-        if importlib.util.find_spec("openai") is None:
-            install = "pip install 'megatron-rl[agents]'"
-            problems.append(f"{cls.name} is a harness, which needs the openai package; {install}")
+        if problem := lacks_openai():
+            problems.append(f"{cls.name} is a harness, which {problem}")
         if made.max_turns != 1:
             why = "a harness calls the model as often as it likes"
             problems.append(f"{cls.name} has max_turns {shorten(made.max_turns)}, but {why}; leave it out")
@@ -245,6 +277,12 @@ class HarnessEnvironment(Environment):
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
         """Raise: never called, because ``run`` says what a sample is worth."""
         raise NotImplementedError(f"{self.name} is a harness: its samples are run, not graded")
+
+
+def lacks_openai() -> str:
+    """Return what to install where the extra ``agents`` is not, else nothing."""
+    there = importlib.util.find_spec("openai") is not None
+    return "" if there else "needs the openai package; pip install 'megatron-rl[agents]'"
 
 
 def fits(value: object, default: object) -> bool:

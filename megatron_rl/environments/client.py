@@ -24,7 +24,7 @@ from megatron_rl.environments.child import LOAD_SECONDS
 from megatron_rl.environments.results import MAX_MESSAGE, failed, result_from_json
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import Demonstration, Grade, HarnessRun, Item, Split, Task
+from megatron_rl.types import Demonstration, Grade, HarnessRun, Item, Split, Task, Transcript
 
 PAGE = 2000
 LIST_MARGIN = 30.0
@@ -33,6 +33,8 @@ QUICK_SECONDS = 5.0
 """For routes that take no time."""
 CONCURRENT = 16
 """Grade requests of one client at once; the others wait here, where they start no timeout."""
+GROUP_TRIES = 2
+"""Of the server, to grade a group together."""
 PART = 4 * 2**20
 """Characters of a request's items. The server takes 16 MiB, and every sample brings its task: of published code some
 tests have a MiB, of which a group of 16 in one request was refused."""
@@ -85,6 +87,14 @@ class EnvironmentClient:
         self._counts["late_completions"] += sum(result.status == "timeout" for result in results)
         return results
 
+    async def grade_group(
+        self, environment: str, seconds: float, task: Task, transcripts: Sequence[Transcript]
+    ) -> list[Grade]:
+        """Grade answers to one task together, in order; each of the server's two tries may take ``seconds``."""
+        body, path = dumps(wire.group_to_json(task, transcripts)), f"/v1/environments/{environment}/grade_group"
+        timeout = self._timeout + GROUP_TRIES * seconds
+        return await self._results(path, body.encode(), len(transcripts), self._places, timeout)
+
     async def run(self, environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
         """Run a group of a harness, return a grade a sample, in order; when this is cancelled, the samples' processes
         are killed.
@@ -105,18 +115,25 @@ class EnvironmentClient:
     async def _post_part(
         self, path: str, items: Sequence[str], places: asyncio.Semaphore, timeout: float | None
     ) -> list[Grade]:
+        body = f'{{"items": [{",".join(items)}]}}'.encode()
+        return await self._results(path, body, len(items), places, timeout)
+
+    async def _results(
+        self, path: str, body: bytes, count: int, places: asyncio.Semaphore, timeout: float | None
+    ) -> list[Grade]:
+        """The results of a request for ``count`` samples; all have failed where the answer is no such list."""
         try:
             async with places:
-                answer = await self._ask(path, timeout, f'{{"items": [{",".join(items)}]}}'.encode())
+                answer = await self._ask(path, timeout, body)
             rows = wire.read_key(answer, "items", list)
             results = [result_from_json(row, f"items[{index}]") for index, row in enumerate(rows)]
-            if len(results) != len(items):
-                raise wire.WireError(f"it has {len(results)} items for {len(items)} samples")
+            if len(results) != count:
+                raise wire.WireError(f"it has {len(results)} items for {count} samples")
             return results
         except RequestFailed as failure:
-            return [failed(failure.code, str(failure)[:MAX_MESSAGE])] * len(items)
+            return [failed(failure.code, str(failure)[:MAX_MESSAGE])] * count
         except ValueError as error:
-            return [failed("environment_exception", f"the server's answer cannot be read: {error}")] * len(items)
+            return [failed("environment_exception", f"the server's answer cannot be read: {error}")] * count
 
     def fetch_tasks(self, environment: str, split: Split) -> list[Task]:
         """Return all tasks of a split; ``EnvironmentFault`` when they cannot be had."""

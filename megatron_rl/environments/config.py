@@ -30,7 +30,7 @@ import yaml
 
 from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.environments.base import RULES as OF_CLASSES
-from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion, whole_number
+from megatron_rl.environments.base import Environment, GroupEnvironment, HarnessEnvironment, suggestion, whole_number
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
 from megatron_rl.environments.mcp.equipment import equip, with_tools
 from megatron_rl.environments.mcp.settings import ServerSettings
@@ -112,6 +112,7 @@ class EnvironmentSpec:
             self.name, self.weight, environment.evaluation_only, environment.max_turns,
             isinstance(environment, HarnessEnvironment), self.eval_prompts, self.eval_samples,
             replace(self.chat, tools=tuple(environment.tools)), tuple(environment.reward_range),
+            environment.grade_deadline if isinstance(environment, GroupEnvironment) else None,
         )  # fmt: skip
 
 
@@ -258,6 +259,8 @@ def _unfit_keys(entry: Mapping[str, Any], environment: type[Environment]) -> Ite
             yield f"{environment.name} is given max_turns, but grades the first turn; leave it out"
     elif issubclass(environment, HarnessEnvironment) or has_step and not issubclass(environment, ToolEnvironment):
         yield f"{environment.name} is given mcp, but answers calls itself; leave mcp out, or make it a ToolEnvironment"
+    elif issubclass(environment, GroupEnvironment):
+        yield f"{environment.name} is given mcp, but grades answers of one turn together; leave mcp out"
     elif entry.get("in_process"):
         yield f"{environment.name} is given in_process and mcp, whose calls wait; leave in_process out"
 

@@ -26,7 +26,7 @@ from megatron_rl.json_text import loads
 if TYPE_CHECKING:
     import openai
 
-POLICY = "policy"
+POLICY, RANKING = "policy", "ranking"
 SESSION = re.compile(r"/sessions/[^/]+/v1/?$")
 FIELDS = re.compile(r"\{(question|answer|reference)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -59,9 +59,11 @@ class JudgeSettings:
     """Up to and with ``/v1``; ``policy`` is the model that is trained, as it is now."""
     model: str = POLICY
     prompt: str = PROMPT
-    """With ``{answer}``, and perhaps ``{question}`` and ``{reference}``; other braces stay."""
+    """With ``{answer}``, of a ranking ``{answers}``, and perhaps ``{question}`` and ``{reference}``; other braces
+    stay."""
     verdict: str = "number"
-    """How it is read: ``number`` (the last one said), ``json:KEY``, or a regular expression with a group."""
+    """How it is read: ``number`` (the last one said), ``json:KEY``, or a regular expression with a group. ``ranking``:
+    the judge sees all answers of a group at once and scores each (`ranking.Ranking`)."""
     lowest: float = 0.0
     highest: float = 10.0
     """Verdicts from ``lowest`` to ``highest`` become rewards from 0 to 1; any other is a failure."""
@@ -69,6 +71,7 @@ class JudgeSettings:
     """Name of the environment variable that has the API key."""
     temperature: float = 0.0
     max_tokens: int = 16
+    """Of a ranking for each answer."""
     deadline: float = 60.0
     """Seconds for one verdict: all attempts and the pauses between them. For the model of the run only the harness's
     ``run_deadline`` counts: its calls wait until the rollout comes to them."""
@@ -77,7 +80,8 @@ class JudgeSettings:
     def __post_init__(self) -> None:
         for problem in self._problems():
             raise ValueError(f"judge: {problem}")
-        reader_of(self.verdict)
+        if not self.ranks:
+            reader_of(self.verdict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -98,8 +102,7 @@ class JudgeSettings:
                 yield f"{name} is for judges at a URL, and url is {self.url}: leave it out"
         if self.key_variable and not os.environ.get(self.key_variable):
             yield f"the environment variable {self.key_variable}, which should have the API key, is not set"
-        if "{answer}" not in self.prompt:
-            yield "prompt does not show the {answer}; write it in, and perhaps {question} and {reference}"
+        yield from self._prompt_problems()
         if not -math.inf < self.lowest < self.highest < math.inf:
             yield f"lowest is {self.lowest:g} and highest {self.highest:g}; the first must be the smaller"
         if not (0 < self.deadline < math.inf and 0 <= self.temperature < math.inf):
@@ -108,17 +111,29 @@ class JudgeSettings:
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
 
+    def _prompt_problems(self) -> Iterator[str]:
+        shown = "{answers}" if self.ranks else "{answer}"
+        if shown not in self.prompt and not (self.ranks and self.prompt == PROMPT):
+            yield f"prompt does not show the {shown}; write it in, and perhaps {{question}} and {{reference}}"
+        if self.ranks and self.is_own:
+            yield "verdict ranking needs a judge at a URL; give url: http(s)://HOST/v1, e.g. of `megatron-rl serve`"
+
     @property
     def is_own(self) -> bool:
         """Return whether the model of the run judges."""
         return self.url == POLICY
+
+    @property
+    def ranks(self) -> bool:
+        """Return whether the answers of a group are judged together."""
+        return self.verdict == RANKING
 
 
 class Judge:
     def __init__(self, settings: JudgeSettings, policy: openai.OpenAI | None = None) -> None:
         """``policy`` is the client of a harness, for a model of the run: its session is left out, so that nobody trains
         on what the judge says."""
-        self._settings, self._read = settings, reader_of(settings.verdict)
+        self._settings, self._read = settings, None if settings.ranks else reader_of(settings.verdict)
         self._url, self._key = settings.url, os.environ.get(settings.key_variable, "")
         if settings.is_own:
             if policy is None:
@@ -133,23 +148,27 @@ class Judge:
             JudgeError: the judge cannot be reached, refuses, takes too long, or says nothing that can be read.
         """
         shown = {"question": question, "answer": answer, "reference": reference}
-        said = self._said(FIELDS.sub(lambda found: shown[found[1]], self._settings.prompt))
-        lowest, highest = self._settings.lowest, self._settings.highest
+        said = self.ask(FIELDS.sub(lambda found: shown[found[1]], self._settings.prompt), self._settings.max_tokens)
         try:
             value = self._read(said)
         except (ValueError, LookupError, TypeError, ArithmeticError):
             raise JudgeError(f"the judge's answer has no verdict to read: {shorten(said)}") from None
+        return self.reward(value)
+
+    def reward(self, value: float) -> float:
+        """Return the reward of a verdict, from 0 to 1; ``JudgeError`` for one out of range."""
+        lowest, highest = self._settings.lowest, self._settings.highest
         if not lowest <= value <= highest:  # NaN is not, either
             raise JudgeError(f"the judge's verdict is {value:g}, outside {lowest:g} to {highest:g}")
         return (value - lowest) / (highest - lowest)
 
-    def _said(self, prompt: str) -> str:
-        """The judge's answer, after as many tries as it takes and the settings allow."""
+    def ask(self, prompt: str, max_tokens: int) -> str:
+        """Return the judge's answer, after as many tries as the settings allow, or raise ``JudgeError``."""
         import httpx  # of openai; only processes that ask pay for it
 
         settings, headers = self._settings, {"Authorization": f"Bearer {self._key}"} if self._key else {}
         body = {"model": POLICY if settings.is_own else settings.model, "temperature": settings.temperature}
-        body |= {"max_tokens": settings.max_tokens, "messages": [{"role": "user", "content": prompt}]}
+        body |= {"max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}]}
         ends = math.inf if settings.is_own else time.monotonic() + settings.deadline
         with httpx.Client(headers=headers, trust_env=not settings.is_own) as client:  # no proxy knows loopback
             for attempt in range(1, settings.attempts + 1):

@@ -14,11 +14,11 @@ from dataclasses import asdict, replace
 from numbers import Real
 from typing import Any
 
-from megatron_rl.environments.base import Environment
+from megatron_rl.environments.base import Environment, GroupEnvironment
 from megatron_rl.environments.loader import authors_frames
 from megatron_rl.environments.wire import WireError, messages_of, read_key
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import Continuation, Grade, Item, Step, Task
+from megatron_rl.types import Continuation, Grade, Item, Step, Task, Transcript
 
 VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
 """Of the graders in this library; an environment may have words of its own."""
@@ -42,18 +42,34 @@ def judge(environment: Environment, item: Item) -> Grade:
     return grade_or_failure(environment, item[0], lambda: _answer(environment, environment.step(*item)))
 
 
+def judge_group(environment: GroupEnvironment, task: Task, transcripts: Sequence[Transcript]) -> list[Grade]:
+    """Return the environment's verdict on each sample of a group; all have failed if it has not judged every one."""
+
+    def ask() -> list[Grade]:
+        verdicts = list(environment.grade_group(task, transcripts))
+        if len(verdicts) != len(transcripts):
+            raise ValueError(f"grade_group returned {len(verdicts)} grades for {len(transcripts)} answers")
+        return list(map(_graded, verdicts))
+
+    return _results(environment, task, ask, len(transcripts))
+
+
 def grade_or_failure(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
     """Return what ``ask`` returns and whether it is right, or the result that says what it raised and where."""
+    return _results(environment, task, lambda: [ask()], 1)[0]
+
+
+def _results(environment: Environment, task: Task, ask: Callable[[], list[Grade]], count: int) -> list[Grade]:
     try:
-        result = ask()
-        return result if result.failed else replace(result, correct=is_right(result, environment.reward_range))
+        bounds = environment.reward_range
+        return [each if each.failed else replace(each, correct=is_right(each, bounds)) for each in ask()]
     except (Exception, SystemExit) as error:  # an author's code may raise anything
         logger.warning("%s: task %r could not be graded", environment.name, task.id, exc_info=True)
         # of an error inside a library, such as a refusal that an OpenAI client was sent, the author's own line
         own = [frame for frame in authors_frames(error) if "site-packages" not in frame.filename]
         frame = (own or traceback.extract_tb(error.__traceback__))[-1]
         place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-        return failed("environment_exception", f"{type(error).__name__}: {error} ({place})")
+        return [failed("environment_exception", f"{type(error).__name__}: {error} ({place})")] * count
 
 
 def _answer(environment: Environment, step: Step) -> Grade:

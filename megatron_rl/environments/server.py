@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -97,12 +98,18 @@ class Graded(Served):
         """Return a grade for each item, in order; a bad sample is a result of its own, never an exception."""
         service = self.service
         service.environment(name)
-        if not service.places.acquire(timeout=PATIENCE_SECONDS):
-            abort(429, message="too many requests wait already; come back later")
-        try:
+        with _place(service.places):
             return _answered(lambda: service.judge(name, _read_items(request.get_data(), wire.item_from_json)))
-        finally:
-            service.places.release()
+
+
+class GradedGroup(Served):
+    def post(self, name: str) -> dict[str, Any]:
+        """Return a grade for each answer to one task, in order, of an environment that grades them together."""
+        service = self.service
+        service.environment(name)
+        with _place(service.group_places):
+            group = _read_body(request.get_data(), wire.group_from_json)
+            return _answered(lambda: service.judge_group(name, *group))
 
 
 class Ran(Served):
@@ -111,6 +118,17 @@ class Ran(Served):
         runs = _read_items(request.get_data(), wire.run_from_json)
         gone = request.environ.get("waitress.client_disconnected", lambda: False)
         return _answered(lambda: self.service.run(name, runs, gone))
+
+
+@contextlib.contextmanager
+def _place(places: threading.BoundedSemaphore) -> Iterator[None]:
+    """One of the service's places; answers 429 when none becomes free."""
+    if not places.acquire(timeout=PATIENCE_SECONDS):
+        abort(429, message="too many requests wait already; come back later")
+    try:
+        yield
+    finally:
+        places.release()
 
 
 def _answered(ask: Callable[[], list[Grade]]) -> dict[str, Any]:
@@ -122,15 +140,23 @@ def _answered(ask: Callable[[], list[Grade]]) -> dict[str, Any]:
 
 
 def _read_items(body: bytes, read: Callable[[object, str], _Read]) -> list[_Read]:
-    """The items of a request; answers 400 for what is not JSON, 422 for what is no request."""
+    """The items of a request."""
+
+    def items(value: object) -> list[_Read]:
+        return [read(item, f"items[{index}]") for index, item in enumerate(wire.read_key(value, "items", list))]
+
+    return _read_body(body, items)
+
+
+def _read_body(body: bytes, read: Callable[[object], _Read]) -> _Read:
+    """What is asked for; answers 400 for what is not JSON, 422 for what is no request."""
     try:
         value = loads(body.decode())  # bytes may be in any encoding of Unicode
         check_bounds(value)
     except ValueError as error:
         abort(400, message=f"the body is not JSON: {error}"[:MAX_MESSAGE])
     try:
-        items = wire.read_key(value, "items", list)
-        return [read(item, f"items[{index}]") for index, item in enumerate(items)]
+        return read(value)
     except wire.WireError as error:
         abort(422, message=str(error)[:MAX_MESSAGE])
 
@@ -178,6 +204,7 @@ def create_app(service: Service) -> Flask:
     add(Environments, "/v1/environments", one)
     add(Rows, f"{one}/<any(tasks,demonstrations):what>")
     add(Graded, f"{one}/grade")
+    add(GradedGroup, f"{one}/grade_group")
     add(Ran, f"{one}/run")
     return app
 

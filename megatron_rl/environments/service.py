@@ -10,14 +10,14 @@ from typing import Any
 
 from flask_restful import abort
 
-from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion
+from megatron_rl.environments.base import Environment, GroupEnvironment, HarnessEnvironment, suggestion
 from megatron_rl.environments.checks import read_rows
 from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS
 from megatron_rl.environments.config import EnvironmentSpec
-from megatron_rl.environments.results import judge
+from megatron_rl.environments.results import judge, judge_group
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.types import Grade, HarnessRun, Item, Split
+from megatron_rl.types import Grade, HarnessRun, Item, Split, Task, Transcript
 
 WORKING = 8
 """Grade requests worked on at once: enough to keep the workers busy, and few, because one whose samples wait behind
@@ -39,10 +39,10 @@ class Service:
     ) -> None:
         """Samples of environments that have a spec, and are not ``in_process``, are graded in worker processes."""
         self.environments, self.token, self.specs = dict(environments), token, specs or {}
-        self.places = threading.BoundedSemaphore(WORKING)
+        self.places, self.group_places = (threading.BoundedSemaphore(WORKING) for _ in range(2))
         others = [name for name, each in self.environments.items() if not each.in_process]
         harnesses = [name for name in others if isinstance(self.environments[name], HarnessEnvironment)]
-        callers = [name for name in others if self.specs[name].mcp is not None]
+        callers = [name for name in others if self._may_wait(name)]
         graders = [name for name in others if name not in (*harnesses, *callers)]
         self.pool = WorkerPool(**self._needs(graders)) if graders else None
         self.harnesses = WorkerPool.for_harnesses(harness_processes, **self._needs(harnesses)) if harnesses else None
@@ -85,9 +85,23 @@ class Service:
             with self._in_turn:  # two threads that compute at once are no faster, and delay the health route
                 return [judge(environment, item) for item in items]
         spec, lowest, deadline = self.specs[name], environment.reward_range[0], environment.grade_deadline
-        if spec.mcp is None:
-            return self.pool.grade(spec.reference, spec.options, items, deadline, lowest)
-        return self.callers.grade(spec.reference, spec.options, items, deadline, lowest, environment.mcp_served)
+        pool, served = self.callers if self._may_wait(name) else self.pool, spec.mcp and environment.mcp_served
+        return pool.grade(spec.reference, spec.options, items, deadline, lowest, served)
+
+    def judge_group(self, name: str, task: Task, transcripts: Sequence[Transcript]) -> list[Grade]:
+        """Return one result for each sample of a group that is graded together, in order; see `judge`."""
+        environment, spec = self.environment(name), self.specs.get(name)
+        if not isinstance(environment, GroupEnvironment):
+            abort(422, message=f"{name!r} grades each answer alone; use its route /grade")
+        if environment.in_process:
+            with self._in_turn:
+                return judge_group(environment, task, transcripts)
+        deadline = environment.grade_deadline
+        return self.callers.grade_group(spec.reference, spec.options, task, transcripts, deadline)
+
+    def _may_wait(self, name: str) -> bool:
+        """Whether its graders wait for others: for a server of tools, or for a judge who compares answers."""
+        return self.specs[name].mcp is not None or isinstance(self.environments[name], GroupEnvironment)
 
     def run(self, name: str, runs: Sequence[HarnessRun], gone: Callable[[], bool]) -> list[Grade]:
         """Return one result for each sample of a harness, in order; none when whoever asked is ``gone``."""

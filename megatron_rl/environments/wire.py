@@ -46,6 +46,8 @@ class ServedEnvironment:
     """Of prompts that are chats, before what the flags say."""
     reward_range: tuple[float, float | None] = (0.0, 1.0)
     """See `Environment.reward_range`."""
+    group_seconds: float | None = None
+    """How long grading a group may take where its answers are graded together; None: each is graded alone."""
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
@@ -115,15 +117,30 @@ def item_from_json(value: object, where: str = "item") -> Item:
     said = "turn" if "turn" in value else "transcript"
     inside = f"{where}.{said}"
     spoken = read_key(value, said, dict, where)
+    known = _transcript(spoken, inside)
+    if said == "transcript":
+        return task, known
+    number, last = read_key(spoken, "number", int, inside), read_key(spoken, "last", bool, inside)
+    parser = read_key(spoken, "tool_call_parser", str, inside) if "tool_call_parser" in spoken else ""
+    return task, value.get("state"), Turn(**vars(known), number=number, last=last, tool_call_parser=parser)
+
+
+def _transcript(spoken: object, inside: str) -> Transcript:
     reason = read_key(spoken, "finish_reason", str, inside)
     if reason not in get_args(FinishReason):
         raise WireError(f"{inside}.finish_reason is {reason!r}; use one of {', '.join(get_args(FinishReason))}")
-    known = (read_key(spoken, "text", str, inside), reason, read_key(spoken, "num_tokens", int, inside))
-    if said == "transcript":
-        return task, Transcript(*known)
-    number, last = read_key(spoken, "number", int, inside), read_key(spoken, "last", bool, inside)
-    parser = read_key(spoken, "tool_call_parser", str, inside) if "tool_call_parser" in spoken else ""
-    return task, value.get("state"), Turn(*known, number, last, parser)
+    return Transcript(read_key(spoken, "text", str, inside), reason, read_key(spoken, "num_tokens", int, inside))
+
+
+def group_to_json(task: Task, transcripts: Sequence[Transcript]) -> dict[str, Any]:
+    return {"task": vars(task), "transcripts": list(map(vars, transcripts))}
+
+
+def group_from_json(value: object, where: str = "group") -> tuple[Task, list[Transcript]]:
+    """Return the task and the answers of a group that is graded together."""
+    task, spoken = task_from_json(read_key(value, "task", dict, where), f"{where}.task"), f"{where}.transcripts"
+    answers = enumerate(read_key(value, "transcripts", list, where))
+    return task, [_transcript(answer, f"{spoken}[{index}]") for index, answer in answers]
 
 
 def run_to_json(run: HarnessRun) -> dict[str, Any]:

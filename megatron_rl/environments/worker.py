@@ -29,9 +29,9 @@ import psutil
 
 from megatron_rl.environments.child import adopt_orphans, die_with_parent, kill_group, kill_orphans, parent_channel
 from megatron_rl.environments.loader import find_environment
-from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
+from megatron_rl.environments.results import failed, judge, judge_group, result_from_json, result_to_json
 from megatron_rl.environments.sandbox import require_sandbox
-from megatron_rl.environments.wire import item_from_json, receive, run_from_json, send
+from megatron_rl.environments.wire import group_from_json, item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Grade
 
@@ -88,7 +88,7 @@ class _Grading:
             ready = wait([self._pool, *(worker.channel for worker in busy)], seconds)
             for worker in busy:
                 if worker.channel in ready or worker.is_late():
-                    self._finish(worker, worker.result())
+                    self._finish(worker, worker.results())
             if self._pool in ready:
                 self._receive(receive(self._pool))
             while self._waiting and (worker := self._idle_worker()) is not None:
@@ -111,25 +111,26 @@ class _Grading:
             self._end(worker)
         send(self._pool, {"events": ["runs_cancelled"] * len(cancelled)})
 
-    def _finish(self, worker: _Worker, result: Grade) -> None:
-        """Hands a result to the pool, unless a fresh worker may find another."""
+    def _finish(self, worker: _Worker, results: list[Grade]) -> None:
+        """Hands results to the pool, unless a fresh worker may find others."""
         job, worker.job = worker.job, None
+        code = results[0].code  # those that end or repeat a job are the same for all samples of a group
         is_harness, was_retried = bool(self._settings["scratch"]), job.get("retried", False)
-        retries = result.code in RETRIED and not was_retried and not is_harness
-        events = [ENDED_BY[result.code]] if result.code in ENDED_BY else []
+        retries = code in RETRIED and not was_retried and not is_harness
+        events = [ENDED_BY[code]] if code in ENDED_BY else []
         if events or retries or is_harness:
             how = self._end(worker)
             events += [] if is_harness else ["worker_respawns"]
-            if result.code == "worker_died":
-                result = failed(result.code, f"the worker process {how} {result.message}".rstrip())
+            if code == "worker_died":
+                results = [failed(code, f"the worker process {how} {each.message}".rstrip()) for each in results]
         if retries:
             self._waiting.appendleft(job | {"retried": True})
             send(self._pool, {"events": [*events, "retried"]})
             return
-        events.append("runs" if is_harness else "graded")
-        if result.failed and (is_harness or was_retried):
-            events.append("failed")
-        send(self._pool, {"events": events, "id": job["id"], "result": result_to_json(result)})
+        events += ["runs" if is_harness else "graded"] * len(results)
+        if is_harness or was_retried:
+            events += ["failed"] * sum(each.failed for each in results)
+        send(self._pool, {"events": events, "id": job["id"], "results": list(map(result_to_json, results))})
 
     def _idle_worker(self) -> _Worker | None:
         idle = next((worker for worker in self._workers if worker.job is None), None)
@@ -209,15 +210,16 @@ class _Worker:
                 return False
         return True
 
-    def result(self) -> Grade:
-        """Return what the worker answers, or that it is late or dead."""
+    def results(self) -> list[Grade]:
+        """Return what the worker answers, or that it is late or dead: one result, of a group one a sample."""
+        count = len(self.job["request"].get("transcripts", (None,)))
         try:
             if not self.channel.poll(0):
                 what = "grade" if self.folder is None else "reward"
-                return failed("timeout", f"no {what} within {self.job['deadline_s']:g} s")
-            return result_from_json(receive(self.channel))
+                return [failed("timeout", f"no {what} within {self.job['deadline_s']:g} s")] * count
+            return list(map(result_from_json, receive(self.channel)))
         except (EOFError, OSError, ValueError) as error:
-            return failed("worker_died", str(error))
+            return [failed("worker_died", str(error))] * count
 
     def end(self) -> str:
         """Kills the worker with what it started and says how it ended: by this, or by what came before."""
@@ -253,12 +255,13 @@ def _work(channel: Connection) -> None:
     """Inside a worker: answers requests until the channel closes."""
     with contextlib.suppress(EOFError):
         while True:
-            send(channel, result_to_json(_answer(receive(channel))))
+            send(channel, list(map(result_to_json, _answer(receive(channel)))))
             gc.collect(0)
 
 
-def _answer(request: Mapping[str, Any]) -> Grade:
-    """The result of one request, whatever the grader does short of killing the process."""
+def _answer(request: Mapping[str, Any]) -> list[Grade]:
+    """The results of one request, whatever the grader does short of killing the process."""
+    count = len(request.get("transcripts", (None,)))
     try:
         served = dumps(request["mcp"]) if "mcp" in request else ""
         environment = _environment(request["environment"], dumps(request["options"]), served)
@@ -266,14 +269,16 @@ def _answer(request: Mapping[str, Any]) -> Grade:
             from megatron_rl.environments.harness import run_harness  # needs an extra, and graders do without
 
             os.chdir(tempfile.gettempdir())  # not before: its options may have paths below the run's directory
-            result = run_harness(environment, run_from_json(request))
+            results = [run_harness(environment, run_from_json(request))]
+        elif "transcripts" in request:
+            results = judge_group(environment, *group_from_json(request))
         else:
-            result = judge(environment, item_from_json(request))
+            results = [judge(environment, item_from_json(request))]
     except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt, raised by an author's code
-        result = failed("environment_exception", f"{type(error).__name__}: {error}")
-    if result.message.startswith("MemoryError"):
+        results = [failed("environment_exception", f"{type(error).__name__}: {error}")] * count
+    if any(each.message.startswith("MemoryError") for each in results):
         os._exit(OUT_OF_MEMORY)
-    return result
+    return results
 
 
 _class = lru_cache(maxsize=64)(find_environment)

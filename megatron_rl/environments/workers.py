@@ -22,9 +22,9 @@ from typing import Any, Self
 
 from megatron_rl.environments.child import start_child
 from megatron_rl.environments.results import result_from_json
-from megatron_rl.environments.wire import item_to_json, receive, run_to_json, send
+from megatron_rl.environments.wire import group_to_json, item_to_json, receive, run_to_json, send
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.types import Grade, HarnessRun, Item
+from megatron_rl.types import Grade, HarnessRun, Item, Task, Transcript
 
 MOST_WORKERS = 4
 MEMORY_MB = 4096
@@ -71,7 +71,7 @@ class WorkerPool:
         self._once, self._variables = once, frozenset(variables)
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[Grade]] = {}
+        self._asked: dict[int, Future[list[Grade]]] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._start()
@@ -82,7 +82,7 @@ class WorkerPool:
         once: bool = True,
     ) -> Self:  # fmt: skip
         """Make a pool in which each sample has its own process, at most so many at once; without ``once`` graders that
-        start programs."""
+        start programs or wait for a server."""
         bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
         bounds |= {"preload": HARNESS_PRELOAD if once else PRELOAD, "once": once}
         return cls(processes, environments=environments, variables=variables, **bounds)
@@ -98,9 +98,20 @@ class WorkerPool:
         """
         environment = {"environment": reference, "options": dict(options), **({"mcp": mcp} if mcp else {})}
         futures = [self._ask(environment | item_to_json(item), deadline_s)[1] for item in items]
-        results = [future.result() for future in futures]
+        results = [future.result()[0] for future in futures]
         late = Grade(lowest, status="timeout", correct=False)
         return [late if result.code == "timeout" else result for result in results]
+
+    def grade_group(
+        self, reference: str, options: Mapping[str, Any], task: Task, transcripts: Sequence[Transcript],
+        deadline_s: float,
+    ) -> list[Grade]:  # fmt: skip
+        """Return the results of a group that is graded together, in order; see `grade`.
+
+        Whose completion ran the grader out of time nobody knows: then all have failed with the code ``timeout``.
+        """
+        request = {"environment": reference, "options": dict(options), **group_to_json(task, transcripts)}
+        return self._ask(request, deadline_s)[1].result()
 
     def run(
         self,
@@ -121,7 +132,7 @@ class WorkerPool:
             if gone():
                 self._cancel(asked)
                 return []
-        return [future.result() for future in asked.values()]
+        return [future.result()[0] for future in asked.values()]
 
     def counters(self) -> dict[str, int]:
         """Count what went wrong since the start, and the requests served."""
@@ -150,8 +161,8 @@ class WorkerPool:
             cancelled = [number for number in numbers if self._asked.pop(number, None) is not None]
             self._tell({"cancel": cancelled})
 
-    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> tuple[int, Future[Grade]]:
-        future: Future[Grade] = Future()
+    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> tuple[int, Future[list[Grade]]]:
+        future: Future[list[Grade]] = Future()
         with self._lock:
             if self._closed:
                 raise EnvironmentFault("the grading pool is closed")
@@ -181,7 +192,7 @@ class WorkerPool:
                 self._counts.update(message["events"])
                 # nobody waits for one that was cancelled while it ended
                 if "id" in message and (future := self._asked.pop(message["id"], None)) is not None:
-                    future.set_result(result_from_json(message["result"]))
+                    future.set_result(list(map(result_from_json, message["results"])))
         except (EOFError, OSError):
             process.kill()
             process.wait()

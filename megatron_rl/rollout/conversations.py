@@ -21,10 +21,12 @@ from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.trace import divided, extended
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Grade, Item, Place, Request, Rollout, Talk, Transcript, Turn
+from megatron_rl.types import Completion, Grade, Item, Place, Request, Rollout, Talk, Task, Transcript, Turn
 
 GradeFunction = Callable[[str, Sequence[Item]], Awaitable[Sequence[Grade]]]
 """(environment, samples or turns of a group) -> one grade each; never raises for a bad sample."""
+GroupGradeFunction = Callable[[Task, Sequence[Transcript]], Awaitable[Sequence[Grade]]]
+"""(task, all answers of a group) -> one grade each."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class ConversationSettings:
     """For each environment; one that is not named has single answers."""
     max_sequence_length: int
     """Tokens of a whole conversation, its prompt included."""
+    by_group: Mapping[str, GroupGradeFunction] = field(default_factory=dict)
+    """Graders of the environments that grade all answers of a group together."""
 
 
 @dataclass
@@ -149,8 +153,9 @@ class Conversations:
         if group is None or ((of_harness or self.goes_on(request)) and not group.is_graded):
             return False
         ungraded = []
+        whole = request.source.environment in self._settings.by_group and not group.is_graded
         for sample, rollout in enumerate(group.rollouts):
-            if rollout.grade.failed:
+            if whole or rollout.grade.failed:
                 ungraded.append(self._said(request, sample, rollout.completion))
             else:
                 self._finished.keep(request, sample, rollout, is_new=False)
@@ -250,7 +255,11 @@ class Conversations:
         request = conversations[0].request
         environment, task = request.source.environment, request.source.task
         if not self.goes_on(request):
-            grades = await self._grade(environment, [(task, self._transcript(c.said)) for c in conversations])
+            answers = [self._transcript(conversation.said) for conversation in conversations]
+            if grade_group := self._settings.by_group.get(environment):
+                grades = await grade_group(task, answers)
+            else:
+                grades = await self._grade(environment, [(task, answer) for answer in answers])
             return [self._last_answer(*ended) for ended in zip(conversations, grades, strict=True)]
         items = [(task, c.state, self._turn(c)) for c in conversations]
         results = zip(conversations, await self._grade(environment, items), strict=True)

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
@@ -56,9 +57,14 @@ class EnvironmentAccess:
         ]
 
     def conversations(self, max_sequence_length: int) -> ConversationSettings:
-        """Return how many turns the model has in each environment."""
+        """Return how many turns the model has in each environment, and which ones grade groups."""
         max_turns = {spec.name: spec.max_turns for spec in self.served}
-        return ConversationSettings(max_turns, max_sequence_length)
+        by_group = {
+            spec.name: partial(self.client.grade_group, spec.name, spec.group_seconds)
+            for spec in self.served
+            if spec.group_seconds is not None
+        }
+        return ConversationSettings(max_turns, max_sequence_length, by_group)
 
     def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
         """Return the first ``count`` held-out tasks of each environment whose prompts fit, or as many as it says.

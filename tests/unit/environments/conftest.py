@@ -43,6 +43,8 @@ def server(
         "  args: {train_tasks: 50, test_tasks: 7, demonstrations: 30}\n"
         "- environment: hostile_environments:Steady\n"
         "- environment: hostile_environments:Rewards\n"
+        "- environment: hostile_environments:Distinct\n"
+        "  grade_deadline: 1.0\n"
         "- environment: hostile_environments:BadRows\n"
     )
     with EnvironmentServerProcess(config, folder, start_timeout=30) as process:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 
-from megatron_rl.environments.base import Environment
+from megatron_rl.environments.base import Environment, GroupEnvironment
 from megatron_rl.types import Grade, Task
 
 
@@ -62,6 +64,27 @@ class Rewards(_OneTask):
             "integer": 1,
             "negative": -2.5,
         }[transcript.text]
+
+
+class Distinct(GroupEnvironment):
+    """Shares one point among equal answers, and misbehaves as the first of a group says."""
+
+    name = "distinct"
+
+    def tasks(self, split):
+        yield Task(id=f"{split}-0", prompt="2+2=")
+
+    def grade_group(self, task, transcripts):
+        texts = [each.text for each in transcripts]
+        if texts[0] == "raise":
+            raise KeyError("no such thing")
+        if texts[0] == "hang":
+            time.sleep(60)
+        if texts[0] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if texts[0] == "few":
+            return [1.0]
+        return [None if text == "none" else 1.0 / texts.count(text) for text in texts]
 
 
 class BadRows(Environment):

@@ -127,6 +127,27 @@ def test_a_group_that_is_too_large_for_a_request_goes_in_several(server, monkeyp
         sent.clear()
 
 
+def together(client: EnvironmentClient, *texts: str, environment: str = "distinct"):
+    answers = [Transcript(text, "stop", 1) for text in texts]
+    return asyncio.run(client.grade_group(environment, 1.0, ITEM[0], answers))
+
+
+def test_a_group_is_graded_together_and_fails_together(server):
+    client = EnvironmentClient(server.address_file)
+    assert [each.reward for each in together(client, "a", "b", "a", "c")] == [0.5, 1.0, 0.5, 1.0]
+    lone, *others = together(client, "none", "b", "b")
+    assert (lone.code, [each.reward for each in others]) == ("invalid_reward", [0.5, 0.5])
+    faults = {"raise": "environment_exception", "few": "environment_exception", "die": "worker_died", "hang": "timeout"}
+    for text, code in faults.items():
+        assert [(each.reward, each.code) for each in together(client, text, "b", "b")] == [(None, code)] * 3
+    [refused] = together(client, "a", environment="steady")
+    assert "grades each answer alone; use its route /grade" in refused.message
+    assert [each.reward for each in together(client, "a", "a")] == [0.5, 0.5]
+    assert asyncio.run(client.grade("distinct", [(ITEM[0], Transcript("a", "stop", 1))]))[0].reward == 1.0
+    [served] = [each for each in client.environments() if each.name == "distinct"]
+    assert served.group_seconds == 1.0
+
+
 def test_nothing_to_grade_sends_nothing(tmp_path):
     assert asyncio.run(EnvironmentClient(tmp_path / "absent").grade("steady", [])) == []
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.conversations import GradeFunction
+from megatron_rl.rollout.conversations import ConversationSettings, GradeFunction
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import Goal, Rollouter, RolloutResult
 from megatron_rl.signals import StopRequest
@@ -228,6 +228,27 @@ def test_failed_grades_of_an_earlier_start_are_graded_again(
         again = harness.run(engine, healthy, journal=journal.open(1, {}))
         assert (engine.submitted, asked) == (0, expected)
         assert again.groups == undisturbed.groups
+
+
+def test_a_group_that_is_graded_together_is_graded_again_as_a_whole(
+    one_rank: ParallelGroups, tmp_path: Path
+) -> None:
+    """The grade of one sample failed; at the next start the grader sees the other one, too."""
+    journal, seen = RolloutJournal(tmp_path, one_rank), []
+    verdicts = [[FAILED, GOOD], [Grade(0.25), Grade(0.75)]]
+
+    async def compare(task: Task, answers: Sequence[Transcript]) -> list[Grade]:
+        seen.append([answer.text for answer in answers])
+        return verdicts[len(seen) - 1]
+
+    settings = ConversationSettings({}, 0, {"toy": compare})
+    for expected in verdicts:
+        engine = ScriptedEngine(finish_at=[1])
+        rollouter = Rollouter(engine, toy_tokenizer(), one_rank, grade_at_once, StopRequest(), conversations=settings)
+        result = rollouter.run(make_requests(1), 9, 4, journal.open(1, {}))
+        rollouter.close()
+        assert [rollout.grade for rollout in result.groups[0].rollouts] == expected
+    assert seen == [["a", "aa"]] * 2
 
 
 def test_a_grader_that_returns_too_few_verdicts_is_an_error(harness: Harness) -> None:
