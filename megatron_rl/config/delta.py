@@ -17,7 +17,7 @@ _SIZES = (
     "linear_num_value_heads",
 )  # fmt: skip
 _PLAIN = {
-    "tensor_model_parallel_size": 1, "context_parallel_size": 1, "rl_share_prompts": False, "lora_rank": None,
+    "context_parallel_size": 1, "rl_share_prompts": False, "lora_rank": None,
     "transformer_impl": "local", "rl_inference_engine": "rollout", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False, "add_qkv_bias": False, "multi_latent_attention": False, "window_size": None,
     "softmax_type": "vanilla", "sandwich_norm": False, "post_norm": False, "qk_layernorm_across_heads": False,
@@ -59,6 +59,11 @@ def delta_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if not missing and delta.linear_num_value_heads % delta.linear_num_key_heads:
         yield "linear_num_value_heads", (
             f"is no multiple of --linear-num-key-heads {delta.linear_num_key_heads}: key heads are shared evenly"
+        )
+    ranks = config.parallel.tensor_model_parallel_size
+    if not missing and delta.linear_num_key_heads % ranks:
+        yield "linear_num_key_heads", (
+            f"is not divisible by --tensor-model-parallel-size {ranks}: ranks share whole heads"
         )
     for name, value in _PLAIN.items():
         if config.value(name) != value:

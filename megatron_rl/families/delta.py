@@ -23,22 +23,30 @@ DELTA_NAMES = {
 }  # fmt: skip
 
 
-def _sizes(model: Architecture) -> tuple[int, int, int]:
-    """Widths of all keys and of all values, and the value heads."""
-    heads = model.linear_num_value_heads
-    return model.linear_num_key_heads * model.linear_key_head_dim, heads * model.linear_value_head_dim, heads
+def _sizes(model: Architecture, ranks: int = 1) -> tuple[int, int, int]:
+    """Widths of all keys and of all values that a rank has, and its value heads."""
+    heads = model.linear_num_value_heads // ranks
+    return model.linear_num_key_heads // ranks * model.linear_key_head_dim, heads * model.linear_value_head_dim, heads
 
 
 def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
-    """Yield those of the delta rule: one projection gives all that a token brings, its gate and decay included."""
+    """Yield those of the delta rule: one projection gives all that a token brings, its gate and decay included.
+
+    All rows of a key head and its value heads lie together, so that ranks share whole heads.
+    """
     keys, values, heads = _sizes(model)
-    channels, kernel = 2 * keys + values, model.linear_conv_kernel_dim
-    stripes = ("in_proj_qkv", channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads)
-    yield Parameter(f"decoder.{name}.A_log", (heads,))
-    yield Parameter(f"decoder.{name}.dt_bias", (heads,))
-    yield Parameter(f"decoder.{name}.conv1d.weight", (channels, 1, kernel))
+    key, value, share = model.linear_key_head_dim, *(size // model.linear_num_key_heads for size in (values, heads))
+    in_turn = key, key, value
+    stripes = *(("in_proj_qkv", rows) for rows in in_turn), ("in_proj_z", value), ("in_proj_b", share)
+    channels, outputs = 2 * keys + values, 2 * keys + 2 * values + 2 * heads
+    yield Parameter(f"decoder.{name}.A_log", (heads,), "rows", ranks)
+    yield Parameter(f"decoder.{name}.dt_bias", (heads,), "rows", ranks)
+    yield Parameter(
+        f"decoder.{name}.conv1d.weight", (channels, 1, model.linear_conv_kernel_dim), "rows", ranks,
+        stripes=tuple(("conv1d", rows) for rows in in_turn),
+    )  # fmt: skip
     yield Linear(
-        f"{name}.in_proj", "column", channels + values + 2 * heads, model.hidden_size, ranks, stripes=stripes
+        f"{name}.in_proj", "column", outputs, model.hidden_size, ranks, stripes=(*stripes, ("in_proj_a", share))
     )
     yield Parameter(f"decoder.{name}.out_norm.weight", (model.linear_value_head_dim,))
     yield Linear(f"{name}.out_proj", "row", model.hidden_size, values, ranks)
@@ -46,18 +54,16 @@ def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> I
 
 def delta_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
     """Count a token's numbers; what lies between the projections is always computed again in the backward pass."""
-    del ranks, again
-    keys, values, heads = _sizes(model)
+    del again
+    keys, values, heads = _sizes(model, ranks)
     return 2 * keys + 2 * values + 2 * heads + values
 
 
 def delta_cache(model: Architecture, ranks: int) -> StateCache:
     """Return the state, and what the convolution still reads."""
-    keys, values, heads = _sizes(model)
-    return StateCache(
-        heads // ranks, model.linear_key_head_dim, model.linear_value_head_dim, (2 * keys + values) // ranks,
-        model.linear_conv_kernel_dim - 1,
-    )  # fmt: skip
+    keys, values, heads = _sizes(model, ranks)
+    widths = model.linear_key_head_dim, model.linear_value_head_dim
+    return StateCache(heads, *widths, 2 * keys + values, model.linear_conv_kernel_dim - 1)
 
 
 def gated_heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:

@@ -143,11 +143,14 @@ def convolved(
 def delta_inputs(
     turned: torch.Tensor, widths: tuple[int, int], heads: tuple[int, int], strength: torch.Tensor, decay: torch.Tensor
 ) -> DeltaInputs:
-    """Take apart ``turned`` [T, channels], what the convolution gives; ``widths`` and ``heads``: of keys, values."""
-    of_keys = widths[0] * heads[0]
-    query, key, value = turned.split((of_keys, of_keys, widths[1] * heads[1]), -1)
-    query, key = (_normed(each.unflatten(-1, (heads[0], widths[0]))) for each in (query, key))
-    return DeltaInputs(query * widths[0] ** -0.5, key, value.unflatten(-1, (heads[1], widths[1])), strength, decay)
+    """Take apart ``turned`` [T, channels], what the convolution gives; ``widths`` and ``heads``: of keys, values.
+
+    Of each key head there come the query, the key and the values of its value heads.
+    """
+    of_values = widths[1] * heads[1] // heads[0]
+    query, key, value = turned.unflatten(-1, (heads[0], -1)).split((widths[0], widths[0], of_values), -1)
+    query, key = _normed(query), _normed(key)
+    return DeltaInputs(query * widths[0] ** -0.5, key, value.reshape(-1, heads[1], widths[1]), strength, decay)
 
 
 def _normed(heads: torch.Tensor) -> torch.Tensor:

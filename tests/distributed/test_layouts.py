@@ -35,6 +35,8 @@ LATENT_EXPERTS |= {"moe_layer_freq": "([0]*1+[1]*3)"}
 DELTA, DELTA_EXPERTS = (
     changes | {"num_layers": 4, "linear_attention_freq": 2} for changes in (DELTA, DELTA_EXPERTS)
 )
+DELTA_EXPERTS |= {"num_query_groups": 1}
+"""Fewer than two tensor-parallel ranks."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": MANY,
     "tied": TIED,
@@ -134,12 +136,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ],
     ),
     "DP2": (2, {}, ["shared", "shared, overlaps", "delta, distributed"]),
-    "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora", "latent"]),
+    "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora", "latent", "delta"]),
     "TP2, sequence-parallel": (
         2, TENSOR,
         [
             "shared", "shared, fused", "shared, experts", "mixed", "lora, recomputed", "lora, some, tied, biases",
             "lora, experts", "lora, experts, loop", "latent, attention recomputed", "latent, experts",
+            "delta, experts",
         ],
     ),
     "PP2": (

@@ -17,13 +17,15 @@ from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, mcore_engine, ragged_requests, rollout_engine
+from tests.support.quantized import complete, rollout_quantization
 from tests.support.scoring import gaps, packed
-from tests.support.tiny import single_thread, tiny_config, tiny_policy
+from tests.support.tiny import DELTA, single_thread, tiny_config, tiny_policy
 
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"untie_embeddings_and_output_weights": False, "qk_layernorm": True},
     "fewer_groups_than_ranks": {"num_query_groups": 1},
+    "recurrent": DELTA | {"num_query_groups": 1},
 }
 
 
@@ -34,6 +36,7 @@ def on_ranks(tensor_size: int) -> dict[str, dict[str, Any]]:
     groups = initialize(tiny_config(tensor_size, **parallel).parallel, current_platform())
     report = {name: report_of(groups, parallel | changes) for name, changes in MODELS.items()}
     report["fingerprints"] = fingerprints_of(groups, parallel)
+    report["int8"] = in_8_bits(groups, parallel)
     shut_down()
     return report
 
@@ -54,11 +57,9 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
     """
     policy = tiny_policy(tiny_config(groups.world_size, **changes))
     report: dict[str, Any] = {}
-    engines = {
-        "rollout": rollout_engine(policy),
-        "fp8 cache": rollout_engine(policy, kv_cache_dtype=FP8),
-        "mcore": mcore_engine(policy),
-    }
+    engines = {"rollout": rollout_engine(policy)}
+    if not policy.layout.state_layers:
+        engines |= {"fp8 cache": rollout_engine(policy, kv_cache_dtype=FP8), "mcore": mcore_engine(policy)}
     for name, engine in engines.items():
         for kind in ("greedy", "sampled"):
             requests = ragged_requests(4, num_samples=2, max_new_tokens=16, greedy=kind == "greedy")
@@ -72,6 +73,19 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
     scorer = Scorer(policy, groups, 1.0)
     scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs.sum().backward()
     return report
+
+
+def in_8_bits(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Rollouts of the recurrent model in int8: what the audit saw, and how far the trainer's emulated pass is off."""
+    policy = tiny_policy(tiny_config(groups.world_size, **changes, **MODELS["recurrent"]))
+    audits: list[Any] = []
+    quantization = rollout_quantization(policy, "int8", audits)
+    requests = ragged_requests(4, num_samples=2, max_new_tokens=16)
+    completions = complete(policy, rollout_engine(policy), quantization, requests)
+    with quantization.emulated():
+        gap = gaps(policy, groups, packed(requests, completions), 1.0)
+    ran = {row.layer: row.ran for row in audits[0]}
+    return {"tokens": [c.token_ids for group in completions for c in group], "ran": ran, "gap": gap.median().item()}
 
 
 def gap_of(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, engine: Engine) -> torch.Tensor:

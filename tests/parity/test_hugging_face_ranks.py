@@ -20,9 +20,7 @@ from tests.support.ranks import run_ranks
 
 UNCUT = [example for example in EXAMPLES if example[0] == "gpt_oss"]
 """Of experts with biases, which no ranks cut."""
-RECURRENT = [example for example in EXAMPLES if example[0].startswith(("qwen3_next", "qwen3_5"))]
-"""Of layers with recurrent states, which tensor-parallel ranks do not share."""
-CUT = [example for example in EXAMPLES if example not in UNCUT + RECURRENT]
+CUT = [example for example in EXAMPLES if example not in UNCUT]
 EVEN = [(name, index) for name, index in EXAMPLES if FAMILIES.get(name).examples[index]["num_hidden_layers"] % 2 == 0]
 """Of layers that two stages can share equally."""
 CLOSE = 2e-4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.weights import Entry, Piece, WeightMap, decoder_weights
+from megatron_rl.families.weights import Entry, WeightMap, decoder_weights, striped
 
 
 def _read(config: HfConfig) -> Architecture:
@@ -35,22 +35,11 @@ def _weights(model: Architecture) -> WeightMap:
 
 
 def _projection(layer: int, model: Architecture) -> Entry:
-    """Two tensors, in which the rows of a key head lie together with those of its value heads.
-
-    Example: with 2 key heads and 4 value heads ``in_proj_ba`` is ``b0 b1 a0 a1 b2 b3 a2 a3``; we have ``b`` before
-    ``a``.
-    """
+    """Two tensors, in which as in ours the rows of a key head lie together with those of its value heads."""
     keys, share = model.linear_num_key_heads, model.linear_num_value_heads // model.linear_num_key_heads
-    key, value = model.linear_key_head_dim, share * model.linear_value_head_dim
-    whole, single = (f"model.layers.{layer}.linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba"))
-    tensors: dict[str, tuple[int, ...]] = {}
-    order: list[Piece] = []
-    for tensor, heights in ((whole, (key, key, value, value)), (single, (share, share))):
-        tensors[tensor] = keys * sum(heights), model.hidden_size
-        for part, height in enumerate(heights):
-            starts = [head * sum(heights) + sum(heights[:part]) for head in range(keys)]
-            order += [Piece(tensor, (start, start + height)) for start in starts]
-    return Entry(tensors, tuple(order))
+    rows = 2 * (model.linear_key_head_dim + share * model.linear_value_head_dim), 2 * share
+    names = (f"model.layers.{layer}.linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba"))
+    return striped((keys * sum(rows), model.hidden_size), tuple(zip(names, rows, strict=True)))
 
 
 _SMALL = {
@@ -68,7 +57,7 @@ FAMILY = Family(
     examples=(
         {**_SMALL, "norm_topk_prob": True},
         {
-            **_SMALL, "linear_num_value_heads": 2, "linear_value_head_dim": 8, "norm_topk_prob": False,
+            **_SMALL, "linear_num_key_heads": 4, "linear_value_head_dim": 8, "norm_topk_prob": False,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"], "tie_word_embeddings": True,
         },
     ),

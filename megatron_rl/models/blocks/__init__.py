@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.families import LayerKind
 from megatron_rl.registry import Registry
@@ -67,6 +68,11 @@ class Block:
         """Enter a block in which forward passes of an MLP are of the ``plan`` of a batch, or of None."""
         del plan
         return contextlib.nullcontext()
+
+
+def cut_by_heads(tensors: dict[str, Any], prefix: str, offsets: tuple[Any, ...]) -> dict[str, Any]:
+    """Describe ``tensors`` for ``dist_checkpointing``: tensor-parallel ranks have a share of the rows each."""
+    return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), offsets)
 
 
 BLOCKS: Registry[type[Block]] = Registry("block of a layer", "megatron_rl.models.blocks", "BLOCK")

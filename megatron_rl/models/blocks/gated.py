@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 
 from megatron_rl.models.blocks.heads import HeadAttention
 from megatron_rl.models.rollout_ops import LinearInput, Pending, call_linear
@@ -38,7 +39,7 @@ class GatedAttention(HeadAttention):
 
     def _opened(self, hidden: LinearInput, plan: AttentionPlan) -> tuple[torch.Tensor, ...]:
         """``[T, .., hidden]`` -> rotated query and key, and value, [T, 1, heads, D], and the gate [T, 1, heads * D]."""
-        mixed = self._mixed(hidden).unsqueeze(1)  # [T, 1, groups, 2 share + 2, D]
+        mixed = self._in_groups(hidden)
         both, key, value = mixed.split((mixed.shape[3] - 2, 1, 1), 3)
         query, gate = both.unflatten(3, (-1, 2)).flatten(2, 3).unbind(3)
         key = key[..., 0, :]
@@ -46,6 +47,20 @@ class GatedAttention(HeadAttention):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         query, key = plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind)
         return query, key, value[..., 0, :], gate.flatten(2).sigmoid()
+
+    def _in_groups(self, hidden: LinearInput) -> torch.Tensor:
+        """``[T, .., hidden]`` -> [T, 1, groups, 2 share + 2, D]: queries and gates of this rank, key and value."""
+        if self.reader is not None:
+            return self._mixed(hidden).unsqueeze(1)
+        # A rank stores part of a group. It reads all of the one that its heads are of, like other ranks.
+        ranks, groups = self.pg_collection.tp, self.config.num_query_groups
+        of_group = ranks.size() // groups
+        mixed, _ = call_linear(self.linear_qkv, hidden)
+        mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=ranks)
+        group = mixed.view(mixed.shape[0], 1, groups, -1, self.hidden_size_per_attention_head)
+        group = group[:, :, ranks.rank() // of_group].unsqueeze(2)
+        both, key_and_value = group.split((group.shape[3] - 2, 2), 3)
+        return torch.cat((both.chunk(of_group, 3)[ranks.rank() % of_group], key_and_value), 3)
 
 
 BLOCK = GatedAttention

@@ -10,11 +10,10 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.families import LayerKind
 from megatron_rl.models.attention.self_attention import PlannedSelfAttention
-from megatron_rl.models.blocks import Block
+from megatron_rl.models.blocks import Block, cut_by_heads
 from megatron_rl.models.rollout_ops import (
     LinearInput,
     NormAcrossHeads,
@@ -43,8 +42,7 @@ class Sinks(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Describe the tensors for ``dist_checkpointing``: tensor-parallel ranks have a share of the heads each."""
-        own = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return cut_by_heads(self.state_dict(keep_vars=True), prefix, sharded_offsets)
 
 
 class HeadAttention(Block, PlannedSelfAttention):
