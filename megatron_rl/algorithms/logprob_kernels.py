@@ -90,7 +90,7 @@ def statistics_kernel(
     logits, targets, owned, statistics, rows, columns, held, stride, temperature, scale,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums are relative to the largest logit so far, and are scaled when there is a larger one."""
+    """Sum up exponentials relative to the largest logit so far; sums are rescaled when there is a larger one."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
@@ -129,7 +129,7 @@ def gradient_kernel(
     logits, targets, owned, largest, log_sum, entropies, grad_logprobs, grad_entropies, out,
     columns, held, stride, out_stride, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With x = logits / temperature: d log p(v) / dx = [v is target] - p, d entropy / dx = -p (log p + entropy)."""
+    """Write, x = logits / temperature: d log p(v) / dx = [v is target] - p, d entropy / dx = -p (log p + entropy)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + column, mask=column < held, other=0.0).to(tl.float32)

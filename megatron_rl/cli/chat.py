@@ -36,7 +36,7 @@ class _Stop:
         self.answering = self.asked = False
 
     def heard(self, number: int, _: object) -> None:
-        """The handler."""
+        """Handle the signal."""
         if self.answering:
             self.asked = True
         elif number == signal.SIGTERM:

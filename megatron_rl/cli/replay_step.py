@@ -106,7 +106,7 @@ class _Watched:
     def update(
         self, optimization: Optimization, updates: Updates, loss: Callable[..., MicroLoss]
     ) -> tuple[list[UpdateOutcome], dict[str, torch.Tensor]]:
-        """As `Scorer.update`, in two parts, with the look between them."""
+        """Do as `Scorer.update`, in two parts, with the look between them."""
         first = next((n for n, part in enumerate(updates) if any(map(self._has_one, part))), None)
         if first is None:
             return self._scorer.update(optimization, updates, loss)

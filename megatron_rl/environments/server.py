@@ -165,7 +165,7 @@ class _JsonApi(Api):
     """flask-restful leaves unknown URLs and methods to Flask, which answers in HTML."""
 
     def error_router(self, original_handler: Any, e: Exception) -> Response:
-        """JSON, whatever the error and the URL."""
+        """Answer in JSON, whatever the error and the URL."""
         return self.handle_error(e)
 
 

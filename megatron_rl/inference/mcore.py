@@ -199,7 +199,7 @@ class _SteppedEngine(DynamicInferenceEngine):
     _loop = _NoEventLoop()
 
     def advance(self) -> dict[str, Any]:
-        """One forward pass over all requests that fit, and its bookkeeping.
+        """Run one forward pass over all requests that fit, and its bookkeeping.
 
         The coroutine only ever yields to let others run (``asyncio.sleep(0)``), so it can be driven
         from inside the rollouter's event loop too; the stock wrapper would start a thread there.

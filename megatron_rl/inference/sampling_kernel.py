@@ -51,7 +51,7 @@ def draw_by_chunks(
     do_not_specialize_on_alignment=["logits", "temperature", "largest", "sums", "places"],
 )
 def chunks_kernel(logits, temperature, largest, sums, places, columns, stride, chunks, CHUNK: tl.constexpr):
-    """A program is (row, chunk)."""
+    """Sum up each chunk's exponentials; one program per (row, chunk)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < columns, other=float("-inf"))
@@ -73,7 +73,7 @@ def select_kernel(
     logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, columns, stride, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A program is a row."""
+    """Draw each row's token; one program per row."""
     row = tl.program_id(0)
     each = tl.arange(0, CHUNKS)
     known = each < chunks

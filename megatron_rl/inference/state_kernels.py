@@ -37,7 +37,7 @@ def ahead(state: BatchState, rows: int, steps: int, max_length: int) -> tuple[to
 
 @triton.jit(do_not_specialize=["rows", "last"])
 def ahead_kernel(position, seed, positions, numbers, rows, last, BLOCK: tl.constexpr):
-    """A program is a step of BLOCK rows."""
+    """Compute positions and random numbers of the steps ahead; one program per step of BLOCK rows."""
     step, row = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < rows
     place = tl.minimum(tl.load(position + row, mask=is_row, other=0) + step, last.to(tl.int64))
@@ -77,7 +77,7 @@ def cells(table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, bloc
 
 @triton.jit(do_not_specialize=["total", "count"], do_not_specialize_on_alignment=["rows", "positions"])
 def cells_kernel(table, rows, positions, found, total, count, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program is BLOCK tokens."""
+    """Compute the cache cells of tokens; one program per BLOCK tokens."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < total
     row = tl.load(rows + token % count, mask=is_token, other=0)
@@ -105,7 +105,7 @@ def record_kernel(
     chosen, drawn, drawn_logprobs, is_stop, token, position, count, limit, alive, tokens, logprobs,
     rows_given, steps, token_stride, logprob_stride, trash, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program is BLOCK rows, step after step; rows of ``tokens`` are ``trash`` + 1 long."""
+    """Record what was drawn; one program per BLOCK rows, step after step; rows of ``tokens`` are ``trash`` + 1 long."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = place < rows_given
     row = place if chosen is None else tl.load(chosen + place, mask=is_row, other=0)

@@ -169,7 +169,7 @@ def delta_rule(
     share, value_width = inputs.value.shape[1] // groups, inputs.value.shape[2]
 
     def cut(numbers: torch.Tensor, *heads: int) -> torch.Tensor:
-        """[T, heads, ..] -> [N, k, s, C, ..]."""
+        """Cut [T, heads, ..] into [N, k, s, C, ..]."""
         cells = numbers[chunks.tokens].unflatten(2, heads)
         return cells.movedim(1, 3)
 

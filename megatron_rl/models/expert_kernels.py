@@ -48,7 +48,7 @@ def route_kernel(
     logits, bias, shares, chosen, experts, stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, OVER_ALL: tl.constexpr,
 ):  # fmt: skip
-    """A program is a token."""
+    """Choose the experts of each token; one program per token."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < experts
@@ -115,7 +115,7 @@ def dispatch_kernel(
     out, scales, smoothing, out_columns, scale_stride, SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program below ``count`` copies a token; one of those behind finds where SLOTS experts end.
+    """Copy a token in each program below ``count``; those behind find where SLOTS experts end.
 
     Both count pairs: before each of the token's own, and before the end of an expert.
     """
@@ -180,7 +180,7 @@ def combine(output: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def combine_kernel(output, places, summed, columns, stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """A program is a token, or a stretch of one."""
+    """Sum up each token's experts; one program per token, or stretch of one."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -94,7 +94,7 @@ def add_norm_kernel(
     out, scales, smoothing, out_columns, scale_stride,
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, the whole row in registers."""
+    """Add the residual and normalize; one program per row, the whole row in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -121,7 +121,7 @@ def gate_kernel(
     out, scales, smoothing, out_columns, scale_stride,
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, or a stretch of one."""
+    """Multiply gate and up projection; one program per row, or stretch of one."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -141,7 +141,7 @@ def write_row(
     numbers, row, column, inside, out, scales, smoothing, out_columns, scale_stride,
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """``numbers`` [BLOCK] fp32 of ``row`` at ``column``, 0 where not ``inside``: a whole row, or whole segments of one.
+    """Write ``numbers`` [BLOCK] fp32 of ``row`` at ``column``, 0 where not ``inside``: a row, or whole segments of it.
 
     ``out`` [T, out_columns] is contiguous, scales lie column by column.
     """
@@ -204,7 +204,7 @@ def rotate_store_kernel(
     SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and group. Heads come in two rotated halves and a rest that is not rotated."""
+    """Rotate and store; one program per token and group. Heads are two rotated halves and a rest that is not."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     head = tl.arange(0, HEADS)[:, None]
@@ -286,7 +286,7 @@ def gate_up_gradient(inner: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def gate_gradient_kernel(inner, grad, out, columns, BLOCK: tl.constexpr):
-    """One program a stretch of a row."""
+    """Compute the gradients of gate and up projection; one program per stretch of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -50,7 +50,7 @@ def grouped_kernel(
     weight_stride, out_stride, expert_stride, expert_scale_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile ROWS x COLUMNS of one group. Row tiles come first, so that the L2 cache serves the weight."""
+    """Multiply the codes of a tile of one group. Row tiles come first, so that the L2 cache serves the weight."""
     row_tile, column_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends + number, mask=number < experts, other=0)

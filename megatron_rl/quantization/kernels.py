@@ -60,7 +60,7 @@ def magnitude_bits(values):
 
 @triton.jit
 def scale_of(amax_bits, code_type: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """`formats.scale_of` for codes of that type, then perhaps `formats.power_of_two`."""
+    """Return `formats.scale_of` for codes of that type, perhaps rounded by `formats.power_of_two`."""
     largest: tl.constexpr = _INT8_MAX if code_type == tl.int8 else _FP8_MAX
     scale = tl.div_rn(tl.maximum(amax_bits, _FLOOR_BITS).to(tl.float32, bitcast=True), largest)
     if POWER_OF_TWO:
@@ -71,7 +71,7 @@ def scale_of(amax_bits, code_type: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def e4m3_of(scaled):
-    """E4M3 of fp32 numbers within +-448, to nearest even.
+    """Round fp32 numbers within +-448 to E4M3, to nearest even.
 
     The number is exact before its cast: Triton's interpreter truncates in casts, and its rounding mode "rtne" loses
     the carry into the exponent.
@@ -83,7 +83,7 @@ def e4m3_of(scaled):
 
 @triton.jit
 def codes_of(values, scale, code_type: tl.constexpr):
-    """`formats.integer_codes` or `formats.fp8_codes`.
+    """Return `formats.integer_codes` or `formats.fp8_codes`.
 
     The integer is read off the sum's bits, so that no optimisation can cancel the magic number.
     """
@@ -101,7 +101,7 @@ def rows_kernel(
     values, codes, scales, smoothing, columns, code_columns, value_stride, code_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, the whole row in registers."""
+    """Quantize rows; one program per row, the whole row in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -122,7 +122,7 @@ def blocks_kernel(
     scale_row_stride, scale_column_stride,
     POWER_OF_TWO: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of ROWS x 128, with one scale if WHOLE, else a scale a row. E4M3 only."""
+    """Quantize blocks to E4M3; one program per ROWS x 128, with one scale if WHOLE, else a scale per row."""
     block = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = (block * ROWS + tl.arange(0, ROWS))[:, None]
@@ -263,7 +263,7 @@ def matmul_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile ROWS x COLUMNS of ``out``.
+    """Multiply codes; one program per tile ROWS x COLUMNS of ``out``.
 
     STEPS is a constant, hence a compilation a depth: Triton's interpreter cannot loop to a bound read at run time.
     """

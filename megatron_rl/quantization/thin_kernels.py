@@ -84,7 +84,7 @@ def thin_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program all tokens, COLUMNS outputs and STEPS x DEPTH inputs: ``out``, or the sums of its part."""
+    """Multiply codes: a program has all tokens, COLUMNS outputs and STEPS x DEPTH inputs; ``out``, or part sums."""
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.program_id(1) * STEPS * DEPTH + tl.arange(0, DEPTH)
@@ -119,7 +119,7 @@ def thin_kernel(
 def parts_kernel(
     parts, out, scales, weight_scales, rows, columns, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program BLOCK outputs of a token."""
+    """Add up the parts; one program per BLOCK outputs of a token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

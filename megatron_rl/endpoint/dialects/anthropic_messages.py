@@ -41,7 +41,7 @@ ERRORS = {401: "authentication_error", 404: "not_found_error", 410: "not_found_e
 
 
 def is_messages(path: str) -> bool:
-    """Whether the client of a path expects Anthropic's errors."""
+    """Return whether the client of a path expects Anthropic's errors."""
     return "/v1/messages" in path
 
 

@@ -104,18 +104,18 @@ class _KeysOfAll:
         return self._seen
 
     def drop(self) -> None:
-        """The kernel is through."""
+        """Forget what was gathered; the kernel is through."""
         self._seen = ()
 
     def pack(self, saved: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
-        """What autograd keeps in place of ``saved``, if that is a view of what was gathered."""
+        """Return what autograd keeps in place of ``saved``, if that is a view of what was gathered."""
         for which, seen in enumerate(self._seen):
             if saved.untyped_storage().data_ptr() == seen.untyped_storage().data_ptr():
                 return which, saved.shape, saved.stride(), saved.storage_offset()
         return saved
 
     def unpack(self, packed: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
-        """The inverse, once gathered again."""
+        """Undo `pack`, once gathered again."""
         return packed if isinstance(packed, torch.Tensor) else self._seen[packed[0]].as_strided(*packed[1:])
 
 

@@ -137,7 +137,7 @@ def find_kernel(
     positions, items, count, rows,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program: the items of the rows, one row after the other, BLOCK rows at once."""
+    """List the items of the rows, one row after the other; one program, BLOCK rows at once."""
     found = 0
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -207,7 +207,7 @@ def sum_kernel(
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A program is (row, head)."""
+    """Add up the parts of a row; one program per (row, head)."""
     row = tl.program_id(0)
     head = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     length = tl.load(positions + row).to(tl.int32) + 1
@@ -278,7 +278,7 @@ def extend_kernel(
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A program is (sequence, group, tile); a tile's rows are new tokens, each with all query heads of the group."""
+    """Attend; a program is (sequence, group, tile of new tokens, each with all query heads of the group)."""
     sequence, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_token = tl.load(cu_seqlens + sequence)
     count = tl.load(cu_seqlens + sequence + 1) - start_token

@@ -48,7 +48,7 @@ def yarn_rotation(
     positions, factor = original_max_position_embeddings, rotary_scaling_factor
 
     def border(turns: float) -> float:
-        """The frequency that turns so often in the original context, as a number of a pair."""
+        """Return the frequency that turns so often in the original context, as a number of a pair."""
         return width * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = border(beta_fast), border(beta_slow)

@@ -52,13 +52,13 @@ def read_block(
 
 @triton.jit
 def first_key(length, WINDOW: tl.constexpr):
-    """The first of ``length`` keys that the newest token sees; the type of ``length``."""
+    """Return the first of ``length`` keys that the newest token sees; the type of ``length``."""
     return length * 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
 
 
 @triton.jit
 def add_block(query, key, value, visible, scale, largest, total, mixed, MAY_SEE_NONE: tl.constexpr):
-    """One step of the running softmax, in fp32 and to the base 2.
+    """Do one step of the running softmax, in fp32 and to the base 2.
 
     ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K]; every query sees a key of its first block, or it
     ``MAY_SEE_NONE``.

@@ -46,7 +46,7 @@ class _PlannedLatentAttention(MLASelfAttention):
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
+        """Attend; ``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
         plan = packed_seq_params
         query = self._query(hidden_states, plan)
         heads = self._heads(query, *self._latent(hidden_states, plan))

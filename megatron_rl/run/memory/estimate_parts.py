@@ -47,8 +47,8 @@ def training_state(
     lora: Lora | None = None,
     on_another: bool = False,
 ) -> TrainingState:
-    """Of a rank with ``layout``; ``copies`` ranks have the same weights. With ``lora`` all but adapters is frozen, and
-    with ``on_another`` that is another model's.
+    """Return the bytes of a rank with ``layout``, whose weights ``copies`` ranks have. With ``lora`` all but adapters
+    is frozen, and with ``on_another`` that is another model's.
     """
     number = 2 if config.precision.bf16 else FP32
     gradient = FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number

@@ -251,7 +251,7 @@ class _Spans:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``query`` [queries, 1, heads, D], ``key`` and ``value`` [keys, 1, groups, D] -> [queries, 1, heads * D]."""
+        """Attend: ``query`` [queries, 1, heads, D], keys and values [keys, 1, groups, D] -> [queries, 1, heads * D]."""
         if self.padded is not None:
             return self.padded.attend(query, self.key_rows.pad(key), self.key_rows.pad(value), sinks)
         query, key, value = (packed.permute(1, 2, 0, 3) for packed in (query, key, value))
