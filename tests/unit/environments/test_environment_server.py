@@ -44,7 +44,7 @@ def test_address_file_is_private(server):
 
 def test_listing(call):
     _, answer = call("GET", "/v1/environments")
-    assert [item["name"] for item in answer["items"]] == ["arithmetic", "steady", "rewards", "bad_rows"]
+    assert [item["name"] for item in answer["items"]] == ["arithmetic", "steady", "rewards", "distinct", "bad_rows"]
     status, answer = call("GET", "/v1/environments/steady")
     assert status == 200
     assert answer["description"] == "Grades by the length of the text, and fails where the text asks for it."
