@@ -1,15 +1,16 @@
 """megatron-rl replay RUN --step N [--group G] [--sample K]: why a sample was trained on as it was.
 
     The run is done again from its newest checkpoint before step N up to that step, in this process and in a temporary
-    directory: RUN is only read. Shown are prompt, answer and grade, each token with the log-probs of engine and
-    trainer, correction, advantage and weight in the loss, the norm of the gradient by layer, and where all this
-    differs from what the run recorded. Without --sample, the whole group.
+    directory; in RUN only the page and the report are written. Shown are prompt, answer and grade, each token with the
+    log-probs of engine and trainer, correction, advantage, weight in the loss and gradient, the norm of the gradient by
+    layer, and where all this differs from what the run recorded. Without --sample, the whole group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.atomic import write_text_atomic
 from megatron_rl.cli.options import described, take
+from megatron_rl.cli.replay_page import replay_page
 from megatron_rl.config.arguments import read_flags
 from megatron_rl.config.flags import flag
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
@@ -28,6 +31,7 @@ from megatron_rl.main import CONFIGURATION_ERROR, RUN_ERROR, every_problem, refu
 from megatron_rl.metrics.console import print_table
 from megatron_rl.metrics.jsonl import read_rows, write_json_atomic
 from megatron_rl.metrics.logging import configure_logging
+from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import shorten
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.signals import StopRequest
@@ -48,8 +52,9 @@ _NOT_TAKEN = frozenset({
     "exit_duration_in_mins", "callbacks", "rl_environment_port", "distributed_backend", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "sequence_parallel",
     "expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "rl_share_prompts",
 })  # fmt: skip
-"""Settings of the run that a replay does not have: it is one rank, and saves and evaluates nothing."""
+"""Settings of the run that a replay does not have: it is one rank, saves, evaluates and shares nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +69,17 @@ class Choice:
     """Number of the sample in the group; all of them without it."""
     json: str | None = flag(None, path=True)
     """File for all numbers as JSON."""
+    html: str | None = flag(None, path=True)
+    """The page. Default: in RUN/replays, and the report of the run gets a link to it."""
+
+    def page(self, directory: RunDirectory) -> Path:
+        """Return where the page is written."""
+        sample = "" if self.sample is None else f"_sample_{self.sample}"
+        own = directory.replays / f"step_{self.step or 0:06d}_group_{self.group}{sample}.html"
+        return own if self.html is None else Path(self.html)
 
 
-USAGE = f"""usage: megatron-rl replay RUN --step N [--group G] [--sample K] [--json FILE] [FLAGS]
+USAGE = f"""usage: megatron-rl replay RUN --step N [--group G] [--sample K] [--html FILE] [--json FILE] [FLAGS]
 
 {__doc__}
 {described(Choice)}  and flags of a run for another machine, such as --load-hf, --langrl-env-config and --bf16
@@ -83,15 +96,20 @@ def main(words: Sequence[str]) -> int:
         if refusal := path_refusal(words[0]):
             raise ConfigError([f"RUN {refusal}"])
         choice, flags = take(Choice, words[1:])
-        if choice.json is not None and not Path(choice.json).absolute().parent.is_dir():
-            raise ConfigError([f"--json {choice.json} cannot be written; name a file in a directory that is there"])
+        for name, file in (("--html", choice.html), ("--json", choice.json)):
+            if file is not None and not Path(file).absolute().parent.is_dir():
+                raise ConfigError([f"{name} {file} cannot be written; name a file in a directory that is there"])
         with tempfile.TemporaryDirectory(prefix="replay_") as folder:
             directory = RunDirectory(Path(words[0]))
             config = replayed_config(directory, choice, Path(folder), flags)
+            if choice.html is None and not os.access(directory.path, os.W_OK):
+                raise ConfigError([f"{directory.path} cannot be written; name a file for the page with --html FILE"])
             found, text_of = _replayed(config, choice)
-        _show(directory, choice, found, text_of)
+        compared = _compared(directory, choice, found)
+        _show(choice, found, text_of, compared)
         if choice.json is not None:
             write_json_atomic(Path(choice.json), _as_json(found, choice))
+        _write_page(directory, choice, replay_page(words[0], choice, found, text_of, compared))
     except ConfigError as error:
         return refuse(error.problems)
     except MegatronRLError as error:
@@ -190,7 +208,20 @@ def _replayed(config: RLConfig, choice: Choice) -> tuple[Replayed, Any]:
             shut_down()
 
 
-def _show(directory: RunDirectory, choice: Choice, found: Replayed, text_of: Any) -> None:
+def _write_page(directory: RunDirectory, choice: Choice, page: str) -> None:
+    path = choice.page(directory)
+    try:
+        if choice.html is None:
+            path.parent.mkdir(exist_ok=True)
+        write_text_atomic(path, page)
+        if choice.html is None:
+            write_report(directory.path)
+    except OSError as error:
+        raise MegatronRLError(f"{path} cannot be written ({error.strerror}); name another with --html FILE") from error
+    sys.stdout.write(f"\n{path}\n")
+
+
+def _show(choice: Choice, found: Replayed, text_of: Any, compared: Sequence[tuple[str, str, str]]) -> None:
     group, write = found.groups[choice.group], sys.stdout.write
     write(f"step {choice.step}, group {choice.group}: {group.source.environment} {group.source.task.id}\n")
     write(f"prompt: {shorten(text_of(group.prompt_ids), SHOWN, SHOWN)}\n")
@@ -206,16 +237,16 @@ def _show(directory: RunDirectory, choice: Choice, found: Replayed, text_of: Any
     else:
         _show_update(found, text_of)
     write("\nagainst what the run recorded\n")
-    print_table(sys.stdout, ("", "recorded", "replayed"), _compared(directory, choice, found))
+    print_table(sys.stdout, ("", "recorded", "replayed"), compared)
 
 
 def _show_update(found: Replayed, text_of: Any) -> None:
     sys.stdout.write(f"\nupdate {found.update} of the step, denominator of its loss {found.denominator}\n")
-    headers = ("token", "engine", "trainer", "ratio", "correction", "advantage", "d loss / d log-prob")
+    headers = ("token", "engine", "trainer", "ratio", "correction", "advantage", "d loss / d log-prob", "gradient")
     rows = [
         (
             shorten(text_of([one.token]), 40, 40), f"{one.inference:.4f}", f"{one.old:.4f}", f"{one.ratio:.4f}",
-            f"{one.correction:.3f}", f"{one.advantage:.4f}", f"{one.slope:.3g}",
+            f"{one.correction:.3f}", f"{one.advantage:.4f}", f"{one.slope:.3g}", f"{one.gradient:.3g}",
         )
         for one in found.tokens
     ]  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ class TokenInLoss:
     """A token of the sample as its first update saw it; log-probs in nats, all numbers fp32."""
 
     token: int
+    sample: int
+    """Number of its sample in the group."""
     sequence: int
     """Number of its sequence in the sample."""
     inference: float
@@ -42,6 +45,10 @@ class TokenInLoss:
     advantage: float
     slope: float
     """Derivative of the update's loss, its denominator included, by the token's log-prob: 0 where it is clipped."""
+    gradient: float = 0.0
+    """Norm of the gradient of the same loss, entropy term included, by the hidden state that the output layer turned
+    into this token's distribution: how hard the token pulls at the layers below. Deeper in the model attention has
+    mixed the tokens, and no part of a gradient is one token's."""
 
 
 @dataclass
@@ -71,13 +78,17 @@ def replay(
     while run.progress.step < step:
         number = run.progress.step + 1
         if number == step:
-            scorer = _Watched(run.trainer.scorer, run.trainer.objective, samples, found)
+            scorer = WatchedScorer(run.trainer.scorer, run.trainer.objective, samples, found)
             run.trainer = replace(run.trainer, scorer=scorer)
             run.reporter = _Records(run.reporter, found)
         outcome = take_step(run, number)
         if outcome is None:
             return None
         found.metrics = outcome.metrics
+    size = run.config.algorithm.grpo_group_size
+    found.tokens = sorted(
+        (replace(one, sample=one.sample % size) for one in found.tokens), key=lambda one: (one.sample, one.sequence)
+    )
     return found
 
 
@@ -94,7 +105,7 @@ class _Records:
         self._found.groups = tuple(groups)
 
 
-class _Watched:
+class WatchedScorer:
     """A scorer that looks at the chosen samples just before their first update."""
 
     def __init__(self, scorer: Scorer, objective: PolicyObjective, samples: frozenset[int], found: Replayed) -> None:
@@ -111,7 +122,7 @@ class _Watched:
         if first is None:
             return self._scorer.update(optimization, updates, loss)
         outcomes, totals = self._scorer.update(optimization, updates[:first], loss)
-        self._look(optimization, updates[first])
+        self.look(optimization, updates[first])
         self._found.update = first
         others, rest = self._scorer.update(optimization, updates[first:], loss)
         return [*outcomes, *others], {
@@ -129,21 +140,27 @@ class _Watched:
         own += [0.0] * (len(batch.packing.lengths) - len(own))  # dummy sequences
         return torch.tensor(own, device=batch.loss_mask.device)[batch.sequence_index] * batch.loss_mask
 
-    def _look(self, optimization: Optimization, batches: Sequence[TokenBatch]) -> None:
+    def look(self, optimization: Optimization, batches: Sequence[TokenBatch]) -> None:
+        """Compute the chosen samples' part in the update of ``batches``: numbers by token, gradients by layer."""
         found, objective, scorer = self._found, self._objective, self._scorer
         found.denominator = sum(int(_denominator(objective, batch)) for batch in batches)
         entropy = "differentiable" if objective.entropy_weight else "detached"
         watched = [replace(batch, loss_mask=self._chosen(batch)) for batch in batches if self._has_one(batch)]
         counted = [found.denominator, *[0] * (len(watched) - 1)]
+        read_tokens: list[tuple[list[TokenInLoss], torch.Tensor]] = []  # with the places that predict them
 
         def read(output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
             batch = scorer.select(output, batch, entropy)
-            found.tokens += _tokens(objective, batch, found.denominator)
+            read_tokens.append((_tokens(objective, batch, found.denominator), batch.in_loss.nonzero()[:, 0] - 1))
             total, unused, sums = objective(batch)
             return total, torch.full_like(unused.int(), counted.pop(0)), sums
 
         optimization.zero_grad()
-        through_schedule(optimization.wrapped, watched, scorer.forward, read)
+        with hidden_gradient_norms(optimization.policy.chunks[-1].output_layer) as norms:
+            through_schedule(optimization.wrapped, watched, scorer.forward, read)
+        for (tokens, at), norm in zip(read_tokens, norms, strict=True):
+            pulls = (norm[at] / max(found.denominator, 1)).tolist()
+            found.tokens += [replace(one, gradient=pull) for one, pull in zip(tokens, pulls, strict=True)]
         found.norms = gradient_norms(optimization.policy)
 
 
@@ -163,13 +180,37 @@ def _tokens(objective: PolicyObjective, batch: TokenBatch, denominator: int) -> 
         (slope,) = torch.autograd.grad(total, current)
     trust, _ = objective.correction(batch)
     at = batch.in_loss.nonzero()[:, 0]
-    sequence = batch.samples.sequence[batch.sequence_index[at].cpu()].tolist()
+    places = batch.sequence_index[at].cpu()
+    sample, sequence = torch.tensor(batch.samples.sample_id)[places], batch.samples.sequence[places]
     columns = (
-        batch.samples.token_ids, sequence, batch.inference_logprobs, old, (current.detach() - old).exp(), trust,
+        batch.samples.token_ids, batch.inference_logprobs, old, (current.detach() - old).exp(), trust,
         batch.advantages, slope / max(denominator, 1),
     )  # fmt: skip
-    rows = [column if isinstance(column, list) else column[at].tolist() for column in columns]
-    return [TokenInLoss(*values) for values in zip(*rows, strict=True)]
+    token, *numbers = (column[at].tolist() for column in columns)
+    rows = zip(token, sample.tolist(), sequence.tolist(), *numbers, strict=True)
+    return [TokenInLoss(*values) for values in rows]
+
+
+@contextlib.contextmanager
+def hidden_gradient_norms(output_layer: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Yield a list that gets, of each backward pass, the norm of the gradient by the layer's input: [T] fp32.
+
+    A position's hidden state has only the gradient of the token that follows it. The pass computes it anyway, so the
+    norms cost no other pass and 4 bytes a token.
+    """
+    norms: list[torch.Tensor] = []
+
+    def keep(gradient: torch.Tensor) -> None:
+        norms.append(torch.linalg.vector_norm(gradient.float(), dim=-1).flatten())
+
+    def watch(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        inputs[0].register_hook(keep)
+
+    handle = output_layer.register_forward_pre_hook(watch)
+    try:
+        yield norms
+    finally:
+        handle.remove()
 
 
 def gradient_norms(policy: PolicyModel) -> dict[str, float]:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
         "training": _training(rows),
         "charts": build_curves(rows),
         "rollouts": build_rollouts(run.rollouts),
+        "replays": _replays(run),
         "facts": _facts(facts, read_json_object(run.summary)),
         "table": _table(rows),
     }
@@ -73,6 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"the report of {run_dir} cannot be written: {error.strerror}")
     return 0
+
+
+def _replays(run: RunDirectory) -> dict[str, list[tuple[str, str]]]:
+    """Return name and address of each page of `megatron-rl replay` by "step/group"."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for path in sorted(run.replays.glob("step_*.html")):
+        if match := re.fullmatch(r"step_(\d+)_group_(\d+)(?:_sample_(\d+))?", path.stem):
+            step, group, sample = match.groups()
+            name = "replay" if sample is None else f"replay of sample {sample}"
+            found.setdefault(f"{int(step)}/{group}", []).append((name, f"{run.replays.name}/{path.name}"))
+    return found
 
 
 def _progress(run: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -55,7 +55,7 @@ def _build_step(path: Path, budget: int) -> dict[str, Any] | None:
         "held_out": held_out,
         "label": f"held-out, step {step}" if held_out else f"step {step}",
         "recorded": recorded,
-        "groups": [_build_group(of_group) for of_group in groups.values()],
+        "groups": [build_group(of_group) for of_group in groups.values()],
     }
 
 
@@ -97,7 +97,7 @@ def _group_of(row: Row) -> tuple[Any, ...]:
     return row.get("group"), row["environment"], row["task_id"]
 
 
-def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
+def build_group(rows: Sequence[Row]) -> dict[str, Any]:
     """Make a group's entry, identical answers once; mean and counts leave the greedy answer out."""
     samples: list[list[Row]] = []
     for row in rows:
@@ -113,6 +113,7 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
         same.setdefault(tuple(row.get(name) for row in sample for name in SAME), []).append(sample)
     first = rows[0]
     return {
+        "number": first.get("group"),
         "environment": first["environment"],
         "task": first["task_id"],
         "gold": first.get("gold"),

@@ -5,6 +5,7 @@ The layout::
     run.json  config.yaml  config.diff.yaml  command.txt  metrics.jsonl  summary.json  report.html
     quantization.json (quantised rollouts)  evaluation.json (--eval-only)
     tensorboard/  rollouts/step_000012.jsonl  rollouts/eval_000012.jsonl  checkpoints/  journal/  logs/
+    replays/step_000012_group_0_sample_3.html (megatron-rl replay)
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class RunDirectory:
         self.quantization = path / "quantization.json"
         self.tensorboard = path / "tensorboard"
         self.rollouts = path / "rollouts"
+        self.replays = path / "replays"
         self.checkpoints = path / "checkpoints"
         self.journal = path / "journal"
         self.logs = path / "logs"

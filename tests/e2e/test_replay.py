@@ -63,6 +63,10 @@ def test_a_group_that_is_the_step_has_its_gradient(replayed, workshop):
     """From the beginning, with the weights of the seed: the norms of the parts make that of the recorded step."""
     outcome, found = replayed["alone"]
     assert outcome.output.count("the same, log-probs within") == 4 and "differs" not in outcome.output
+    assert all(one["gradient"] > 0 for one in found["tokens"] if one["slope"])
+    page = workshop.run_dir("alone") / "replays" / "step_000001_group_0.html"
+    assert str(page) in outcome.output and page.is_file()
+    assert f"replays/{page.name}" in (workshop.run_dir("alone") / "report.html").read_text()
     norms, row = found["gradient_norms"], rows_of(workshop.run_dir("alone"))[-1]
     assert row["actor/grad_norm"] > 0
     assert norms["all"] == pytest.approx(row["actor/grad_norm"], rel=1e-4)

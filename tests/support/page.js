@@ -47,6 +47,8 @@ const shown = () => {
     folded: samples.map((sample) => sample.find(named("folded")).length > 0),
     environment: texts(rollouts.find(named("environment"))),
     coloured: samples.map(coloured),
+    backgrounds: samples.map((sample) => sample.find((node) => node.style.background).map((node) => node.style.background)),
+    links: rollouts.find((node) => node.tag === "a").map((node) => [node.textContent, node.href ?? node.attributes.href]),
   };
 };
 function rolloutViews() {
@@ -58,6 +60,7 @@ function rolloutViews() {
     views[name] = shown();
   }
   steps.forEach((step) => view(step, step));
+  if (!labelled("search")) return { steps, opened, views };  // the page of a replay
   view(steps[0], steps[0]);
   rollouts.find((node) => node.attributes["aria-pressed"])[0].listeners.click();
   views.filtered = shown();
@@ -72,12 +75,12 @@ function rolloutViews() {
   views.unfolded = shown();
   return { steps, opened, views };
 }
-const header = (name) => texts(sections[name].find((node) => ["th", "td"].includes(node.tag)));
-const drawn = sections.curves.find(named("card")).map((card) => ({
+const header = (name) => texts((sections[name] ?? new Node(name)).find((node) => ["th", "td"].includes(node.tag)));
+const drawn = (sections.curves?.find(named("card")) ?? []).map((card) => ({
   title: card.find((node) => node.tag === "h3")[0].textContent,
   lines: card.find((node) => node.tag === "path").map(({ attributes }) => [attributes.stroke, attributes.d]),
 }));
 console.log(JSON.stringify({
-  results: header("results"), drawn, curves: sections.curves.textContent, run: sections.run.textContent,
+  results: header("results"), drawn, curves: sections.curves?.textContent, run: sections.run.textContent,
   header: sections.header.textContent, order: Object.keys(sections), ...(rollouts ? rolloutViews() : {}),
 }));

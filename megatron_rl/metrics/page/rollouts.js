@@ -79,7 +79,7 @@ function drawRollouts() {
 
 function flat(step) {
   return step.groups.flatMap((group) => group.samples.map((sample) => ({
-    ...sample, group: Object.assign(group, { label: step.label }),
+    ...sample, group: Object.assign(group, { label: step.label, step: step.step }),
     text: [group.prompt, group.task, group.gold, sample.prompt, sample.completion, sample.extracted,
       ...sample.branches.flatMap((branch) => [branch.read, branch.completion])].join("\n").toLowerCase(),
   })));
@@ -112,7 +112,7 @@ function sorted(samples, order) {
 
 function groupCard(group, named, wanted) {
   const about = [
-    group.mean === null ? "" : `mean reward ${number(group.mean)}`, plural(group.count, "sample"),
+    group.number === null ? "" : `group ${group.number}`, group.mean === null ? "" : `mean reward ${number(group.mean)}`, plural(group.count, "sample"),
     group.correct === null ? "" : `${number(group.correct)} correct`, group.truncated ? `${number(group.truncated)} cut at the limit` : "",
     group.equal ? "zero-variance group: all rewards equal" : "",
   ].filter(Boolean).join(" \u00b7 ");
@@ -121,8 +121,14 @@ function groupCard(group, named, wanted) {
       named ? el("b", {}, group.label) : null,
       el("b", {}, group.environment), group.task === group.prompt ? null : el("span", { class: "muted" }, group.task),
       group.gold === null ? null : el("span", { class: "small" }, "right answer ", el("code", {}, group.gold)),
-      el("span", { class: "small muted" }, about)),
+      el("span", { class: "small muted" }, about), ...replays(group)),
     folding(el("pre", { class: "prompt" }, group.prompt), group.prompt, wanted));
+}
+
+// Links to the pages that `megatron-rl replay` has made of the group or of its samples.
+function replays(group) {
+  const pages = data.replays?.[`${group.step}/${group.number}`] ?? [];
+  return pages.map(([name, href]) => el("a", { class: "small", href }, name));
 }
 
 function plural(count, word) { return `${number(count)} ${word}${count === 1 ? "" : "s"}`; }
@@ -203,13 +209,25 @@ function tokenView(sample, colored) {
 }
 
 function tokenSpan(sample, index, colored) {
-  const logprob = sample.logprobs[index] ?? null, text = sample.tokens[index];
-  const span = el("span");
+  const text = sample.tokens[index], span = el("span");
   appendLines(span, text);
-  if (colored && logprob !== null) span.style.background = `rgba(var(--heat), ${(0.85 * Math.min(1, -logprob / DARKEST)).toFixed(3)})`;
-  span.token = { text, logprob };
+  if (colored) span.style.background = tokenColor(sample, index);
+  span.token = { text, sample, index };
   return span;
 }
+
+// Background of a token, and lines of its tip: by its log-prob, unless the page has other numbers.
+let tokenColor = (sample, index) => {
+  const logprob = sample.logprobs[index] ?? null;
+  return logprob === null ? "" : `rgba(var(--heat), ${(0.85 * Math.min(1, -logprob / DARKEST)).toFixed(3)})`;
+};
+let tokenFacts = (sample, index) => {
+  const logprob = sample.logprobs[index] ?? null;
+  return [
+    el("div", {}, logprob === null ? "no log-prob" : `log-prob ${logprob.toFixed(4)}`),
+    logprob === null ? "" : el("div", { class: "muted" }, `probability ${number(Math.exp(logprob))}`),
+  ];
+};
 
 function appendLines(node, text) {
   text.split("\n").forEach((part, at) => {
@@ -225,10 +243,5 @@ function tokenTip(event) {
     showTip(event, [el("b", {}, "written by the environment"), el("div", { class: "muted" }, "not by the model: no log-prob, no loss")]);
     return;
   }
-  const { text, logprob } = token;
-  showTip(event, [
-    el("b", {}, JSON.stringify(text)),
-    el("div", {}, logprob === null ? "no log-prob" : `log-prob ${logprob.toFixed(4)}`),
-    logprob === null ? "" : el("div", { class: "muted" }, `probability ${number(Math.exp(logprob))}`),
-  ]);
+  showTip(event, [el("b", {}, JSON.stringify(token.text)), ...tokenFacts(token.sample, token.index)]);
 }

@@ -109,6 +109,21 @@ def test_the_environments_tokens_stand_apart_and_without_a_logprob(shown: dict[s
     assert view["coloured"][:2] == [["calls ", "so\u21b5\n42"], ["calls ", "<tool>", "42", "</tool>", "so\u21b5\n42"]]
 
 
+def test_a_replay_is_linked_from_its_group(run: RunDirectory) -> None:
+    run.replays.mkdir()
+    for name in ("step_000001_group_0.html", "step_000001_group_0_sample_3.html", "step_000002_group_1.html", "x.html"):
+        (run.replays / name).touch()
+    [rows] = rows_by_group(1, [group_of(sample_of(1.0, ([8], drawn([0]))), prompt_ids=(8,))], spelled)
+    write_rows(run.rollouts_path(1), [row | {"group": 0} for row in rows])
+    views = run_page(run)["views"]
+    assert "group 0" in views["step 1"]["groups"][0]
+    assert views["step 1"]["links"] == [
+        ["replay", "replays/step_000001_group_0.html"],
+        ["replay of sample 3", "replays/step_000001_group_0_sample_3.html"],
+    ]
+    assert views["step 2"]["links"] == [], "group 1 of step 2 is not on the page"
+
+
 def test_a_count_is_a_filter(shown: dict[str, Any]) -> None:
     [only] = shown["views"]["filtered"]["samples"]
     assert only.startswith("correctreward 1")
