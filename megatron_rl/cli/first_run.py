@@ -6,6 +6,7 @@ What such a line leaves open is filled in from the data, the model and this mach
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -15,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rl.cli import propose
 from megatron_rl.cli.options import Ranks, read_ranks, take
 from megatron_rl.config.arguments import read_flags
 from megatron_rl.config.flags import flag
@@ -38,6 +40,10 @@ MOST_BIN = 16_384
 FILLED = 0.7
 """Share of the free memory that may be planned with: activations are an approximation."""
 ALIGNMENT = 64
+LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+)  # fmt: skip
+"""Whoever types one of them lays the model out."""
 RATES = ((10e6, 5e-4, 1e-3), (400e6, 2e-5, 5e-5), (float("inf"), 1e-6, 1e-5))
 """Up to so many parameters: the learning rate of RL, and of SFT; see docs/hyperparameters.md."""
 
@@ -87,7 +93,7 @@ def full_flags(words: Sequence[str]) -> tuple[Ranks, list[str]]:
     reading = read_flags([*given, *rest])
     if reading.problems:
         raise ConfigError([Problem(each.flag, each.text.replace("--load-hf", "--model")) for each in reading.problems])
-    ranks, machine = _machine(ranks, any(word.startswith("--nproc") for word in words))
+    ranks, machine = find_machine(ranks, any(word.startswith("--nproc") for word in words))
     config = resolve(reading.config, ranks.world_size)
     if config.tokenizer.tokenizer_model is None:
         raise ConfigError([f"--model {asked.model} has no tokenizer; name one with --tokenizer-model DIR"])
@@ -106,14 +112,20 @@ def full_flags(words: Sequence[str]) -> tuple[Ranks, list[str]]:
     return ranks, [*given, "--langrl-env-config", entry, *shlex.split(" ".join(unsaid)), *rest]
 
 
-def show(words: Sequence[str]) -> None:
-    """Print the full command ``words``, a few flags a line."""
+def show(words: Sequence[str], ranks: Ranks) -> None:
+    """Print the full command ``words``, a few flags a line, and the layout of several ranks."""
     lines = [" ".join(words[:2])]
     for word in map(shlex.quote, words[2:]):
         if word.startswith("--") and len(lines[-1]) > 90:
             lines.append("   ")
         lines[-1] += f" {word}"
     sys.stdout.write("the full command, to keep and to change:\n\n" + " \\\n".join(lines) + "\n\n")
+    if ranks.world_size > 1:
+        config = resolve(read_flags(words[4:]).config, ranks.world_size)
+        sizes = {"data": config.data_parallel_size(ranks.world_size)}
+        sizes |= {name.partition("_")[0]: config.value(name) for name in LAYOUT}
+        text = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        sys.stdout.write(f"{ranks.world_size} ranks, parallel: {text}\n\n")
     sys.stdout.flush()
 
 
@@ -169,7 +181,7 @@ def _stem(data: str) -> str:
     return re.sub(r"[^\w-]", "_", Path(data).name.partition(".")[0]) or "data"
 
 
-def _machine(ranks: Ranks, are_given: bool) -> tuple[Ranks, Machine]:
+def find_machine(ranks: Ranks, are_given: bool) -> tuple[Ranks, Machine]:
     """All GPUs of this machine unless ranks are given, and what a rank has. Torch is imported here."""
     import torch
 
@@ -198,7 +210,7 @@ class _Settings:
         values = self._lengths() | {"bf16": True} if self.machine.bf16 else self._lengths()
         if self.world_size > 1:
             values["use_distributed_optimizer"] = True
-        values |= self._batch(values)
+        values |= self._layout_and_batch(values)
         typed = self.config.typed
         samples = values["global_batch_size"] if self.sft else values["grpo_prompts_per_step"]
         steps = typed.get("train_iters") or min(max(-(-self.size.tasks // samples), 20), MOST_STEPS)
@@ -224,14 +236,42 @@ class _Settings:
             "perform_rl_step": True, "seq_length": length, "rl_max_new_tokens": min(limit, length - asked)
         }  # fmt: skip
 
-    def _batch(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Prompts of a step, or sequences of a batch, and the micro-batch: the largest that fit."""
+    def _layout_and_batch(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the model on every rank if it fits, or as typed; else over several ranks, as the planner finds it
+        fastest.
+        """
+        try:
+            return self._batch(values)
+        except ConfigError as error:
+            if self.world_size == 1 or set(LAYOUT) & set(self.config.typed):
+                raise
+            if (layout := self._planned(values)) is None:
+                text = f"{error.problems[0].text}; no layout of {self.world_size} ranks fits"
+                raise ConfigError([text]) from None
+            return layout | self._batch(values | layout)
+
+    def _planned(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the flags of the fastest layout that holds one sequence at a time; None if none does."""
+        rest = {"lr": 1.0, "train_iters": 1, "run_dir": "runs", "langrl_env_config": "none", "micro_batch_size": 1}
+        given = {**values, **self._counts(), **rest}
+        config = self.config.with_values(**given | self.config.typed)
+        question = propose.Question(gpus=self.world_size, gpu_memory=self.machine.free / propose.USABLE / 1e9)
+        found = propose.proposals(replace(config, typed=given | config.typed), question, ("none",))
+        best = min(found, key=lambda one: one.rollout_s + one.update_s, default=None)
+        return None if best is None else best.values
+
+    def _counts(self) -> dict[str, int]:
+        """Prompts of a step, or sequences of a batch."""
         most = 32 if self.machine.is_cuda or self.sft else 8
         count = 2 ** (min(most, self.size.tasks).bit_length() - 1)
-        batch: dict[str, Any] = {"global_batch_size": count}
-        if not self.sft:
-            batch = {"grpo_prompts_per_step": count, "grpo_group_size": GROUP}
-        sequences = max(1, count * (1 if self.sft else GROUP) // self.world_size)
+        return {"global_batch_size": count} if self.sft else {
+            "grpo_prompts_per_step": count, "grpo_group_size": GROUP
+        }  # fmt: skip
+
+    def _batch(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Prompts of a step, or sequences of a batch, and the micro-batch: the largest that fit."""
+        batch = self._counts()
+        sequences = max(1, math.prod(batch.values()) // self._resolved(values).data_parallel_size(self.world_size))
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         most = max(1, min(sequences, MOST_BIN // values["seq_length"]))
         sizes = [size for size in (32, 16, 8, 4, 2, 1) if size <= most]
@@ -244,10 +284,12 @@ class _Settings:
                 return {**batch, **one}
         raise ConfigError([
             f"the model does not fit: it takes {in_words(needed)} on each rank, and {in_words(self.machine.free)} can "
-            "be planned with; use more ranks with --nproc and --tensor-model-parallel-size, or a smaller model"
+            "be planned with; use more ranks with --nproc, or a smaller model"
         ])
 
     def _estimate(self, values: Mapping[str, Any]) -> Any:
+        return estimate(self._resolved(values), self.world_size, self.tokenizer.vocab_size)
+
+    def _resolved(self, values: Mapping[str, Any]) -> RLConfig:
         unsaid = {name: value for name, value in values.items() if name not in self.config.typed}
-        config = resolve(self.config.with_values(**unsaid), self.world_size)
-        return estimate(config, self.world_size, self.tokenizer.vocab_size)
+        return resolve(self.config.with_values(**unsaid), self.world_size)

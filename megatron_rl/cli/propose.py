@@ -76,12 +76,19 @@ class Sizes(NamedTuple):
 class Proposal:
     """A layout that fits."""
 
-    flags: str
+    values: dict[str, Any]
+    """Field -> value, those that differ from the defaults."""
     result: Estimate
     at_once: int
     """Sequences of full length that a copy of the model decodes at once."""
     rollout_s: float
     update_s: float
+
+    @property
+    def flags(self) -> str:
+        """The layout as words of a command."""
+        flags = {each.name: each for each in all_flags()}
+        return " ".join(flags[name].typed(value) for name, value in self.values.items())
 
 
 def proposes(words: Sequence[str]) -> bool:
@@ -123,7 +130,9 @@ def _config(asked: Question, rest: Sequence[str]) -> RLConfig:
     return reading.config
 
 
-def proposals(config: RLConfig, asked: Question) -> Iterator[Proposal]:
+def proposals(
+    config: RLConfig, asked: Question, quantizations: Sequence[str] = ("fp8", "none")
+) -> Iterator[Proposal]:
     """Yield layouts of `asked.gpus` ranks that the rules allow and the memory holds.
 
     Of those that differ in recomputation and context parallelism alone: the first that fits, the simplest first.
@@ -140,7 +149,7 @@ def proposals(config: RLConfig, asked: Question) -> Iterator[Proposal]:
         }  # fmt: skip
         if sizes.experts and tensor > 1:
             values["expert_tensor_parallel_size"] = 1
-        for quantization in ("fp8", "none"):
+        for quantization in quantizations:
             tries = ({"context_parallel_size": context, **more} for context in (1, 2, 4) for more in ({}, FULL))
             given = (values | one | {"rl_rollout_quantization": quantization} for one in tries)
             found = (_proposal(config, one, asked, sizes) for one in given)
@@ -163,9 +172,9 @@ def _proposal(config: RLConfig, values: dict[str, Any], asked: Question, sizes: 
     at_once = int(free // slot_bytes(one, one.layout(vocabulary)))
     if result.training - result.for_rollouts > usable or at_once < 1 or recipe_problems(one):
         return None
-    flags = {each.name: each for each in all_flags()}
-    shown = [flags[name].typed(value) for name, value in given.items() if value not in (flags[name].default, None)]
-    return Proposal(" ".join(shown), result, at_once, *seconds(one, asked.gpus, result, at_once, sizes))
+    defaults = {each.name: each.default for each in all_flags()}
+    own = {name: value for name, value in given.items() if value not in (defaults[name], None)}
+    return Proposal(own, result, at_once, *seconds(one, asked.gpus, result, at_once, sizes))
 
 
 def seconds(config: RLConfig, gpus: int, result: Estimate, at_once: int, sizes: Sizes) -> tuple[float, float]:

@@ -45,7 +45,7 @@ def _run(name: str, words: Sequence[str], more: Sequence[str] = ()) -> int:
         if is_first_run(words):
             ranks, flags = full_flags(words)
             command = ["megatron-rl", name, "--nproc", str(ranks.nproc), *flags]
-            show(["megatron-rl", "eval" if name == "eval" else "train", *command[2:]])
+            show(["megatron-rl", "eval" if name == "eval" else "train", *command[2:]], ranks)
         else:
             ranks, flags = read_ranks(words)
     except ConfigError as error:

@@ -11,12 +11,15 @@ import pytest
 import yaml
 
 from megatron_rl import cli
-from megatron_rl.cli.first_run import full_flags
+from megatron_rl.cli import first_run
+from megatron_rl.cli.first_run import Machine, full_flags
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.errors import ConfigError
 from tests.support.hugging_face import write_shape
 from tests.support.ranks import REPOSITORY
 from tests.support.tiny import write_tokenizer
+from tests.unit.config.test_documented_commands import QWEN2_5_0_5B
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,31 @@ def test_a_question_and_an_answer_are_enough() -> None:
     assert config.training.seq_length == 320, "256, a prompt of five tokens, in units of 64"
     assert config.training.train_iters == 20 and config.training.eval_interval == 4
     assert config.logging.run_dir.startswith("runs/questions-20")
+
+
+@pytest.mark.parametrize(
+    "words", [["--reward", "exact"], ["--sft", "--data-args", "prompt=question", "completion=answer"]]
+)
+def test_a_model_too_large_for_a_rank_is_laid_over_several(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a billion numbers on two GPUs: 18 bytes each take 8.9 GB on one, with the optimizer's 12 over both 5.9."""
+    write_tokenizer(tmp_path / "0.5b")
+    (tmp_path / "0.5b" / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
+    words = ["--model", str(tmp_path / "0.5b"), "--data", "questions.jsonl", *words]
+
+    def tensor_and_data(gigabytes: float, *more: str) -> tuple[int, int]:
+        machine = Machine(True, int(gigabytes * 1e9), True)
+        monkeypatch.setattr(first_run, "find_machine", lambda ranks, _: (ranks, machine))
+        config = _config(*words, "--nproc", "2", *more)
+        return config.parallel.tensor_model_parallel_size, config.data_parallel_size(2)
+
+    assert tensor_and_data(56) == (1, 2), "a copy on each, where it fits"
+    assert tensor_and_data(5) == (2, 1)
+    with pytest.raises(ConfigError, match="no layout of 2 ranks fits"):
+        tensor_and_data(1)
+    with pytest.raises(ConfigError, match="does not fit"):
+        tensor_and_data(5, "--tensor-model-parallel-size", "1")  # what is typed holds
 
 
 def test_demonstrations_need_no_reward() -> None:
