@@ -6,6 +6,7 @@ together. Where a fresh process matters (a resume), call it twice.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,7 @@ def _main(job: Path) -> None:
 
     # It costs a Python process: the commands share what was found in a list that they share.
     inputs.survey_list = functools.cache(inputs.survey_list)
+    _share_servers()
     rank = os.environ["RANK"]
     for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
@@ -155,6 +157,32 @@ def _main(job: Path) -> None:
         gc.collect()  # process groups hold sockets until then: dozens of runs would have thousands of descriptors
         sys.stdout.flush()
         (job.parent / f"{index}.{rank}.code").write_text(str(code))
+
+
+def _share_servers() -> None:
+    """Let commands that name the same list share its server: starting one takes as long as a short run."""
+    from megatron_rl.run import environments
+
+    start, count, started = environments.EnvironmentServerProcess, environments.EnvironmentCounters, {}
+
+    @contextlib.contextmanager
+    def shared(config_path: str, directory: Path, **options: Any) -> Iterator[Any]:
+        listed = Path(config_path)
+        key = (config_path, listed.read_text() if listed.is_file() else "", *options.items())
+        if key not in started or started[key].fault is not None:
+            started[key] = start(config_path, directory, **options).__enter__()
+        address = Path(directory) / "environment_server.json"
+        if not address.exists():
+            address.parent.mkdir(parents=True, exist_ok=True)
+            address.symlink_to(started[key].address_file)
+        yield started[key]
+
+    def counted(*server: Any) -> Any:
+        counters = count(*server)
+        counters.since_last_call()
+        return counters
+
+    environments.EnvironmentServerProcess, environments.EnvironmentCounters = shared, counted
 
 
 def _train(argv: list[str], agreed: Path) -> int:
