@@ -8,6 +8,7 @@ Everything is read from the sources (`ast`); nothing of the project is imported.
 
 import argparse
 import ast
+import gc
 import re
 import sys
 import tomllib
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "megatron_rl"
 TREES = ("megatron_rl", "environments", "tools", "examples", "tests")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LOOKED_AT = (*FUNCTIONS, ast.ClassDef, ast.Attribute, ast.Name, ast.ImportFrom, ast.Call)
+WITHOUT_CHILDREN = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Constant)
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 
 
@@ -33,6 +36,26 @@ class Figure:
 @cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return the nodes of a file that something here looks at, outer ones first."""
+    found, level = [], [parsed(path)]
+    while level:
+        found += [node for node in level if isinstance(node, LOOKED_AT)]
+        level = [child for node in level for child in _children(node)]
+    return tuple(found)
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """As `ast.iter_child_nodes`, in a third of its time."""
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if value.__class__ is list:
+            yield from (item for item in value if isinstance(item, ast.AST))
+        elif isinstance(value, ast.AST) and not isinstance(value, WITHOUT_CHILDREN):
+            yield value
 
 
 def python_files(*trees: str) -> list[Path]:
@@ -64,7 +87,7 @@ def record_fields() -> dict[str, int]:
     found: dict[str, int] = {}
     for path in python_files("megatron_rl"):
         own: dict[str, int] = {}
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and _is_record(node):
                 fields = sum(isinstance(item, ast.AnnAssign) for item in node.body)
                 own[node.name] = fields + sum(own.get(ast.unparse(base), 0) for base in node.bases)
@@ -86,7 +109,7 @@ def long_functions() -> dict[str, int]:
     """Return the lines of each function of the repository, by `path:name`; of equal names the longest."""
     found: dict[str, int] = {}
     for path in python_files(*TREES):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, FUNCTIONS):
                 name = f"{path.relative_to(ROOT)}:{node.name}"
                 found[name] = max(node.end_lineno - node.lineno + 1, found.get(name, 0))
@@ -98,18 +121,18 @@ def private_reaches(of_others: Collection[str]) -> list[str]:
 
     `of_others` are names that the library and another package both define, where tests mean the other's.
     """
-    ours = {name for path in python_files("megatron_rl", "environments") for name in _private_definitions(parsed(path))}
+    ours = {name for path in python_files("megatron_rl", "environments") for name in _private_definitions(path)}
     ours -= set(of_others)
     found = []
     for path in python_files("tests"):
-        own = set(_private_definitions(parsed(path)))
-        for node in ast.walk(parsed(path)):
+        own = set(_private_definitions(path))
+        for node in nodes(path):
             found += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in _reached(node) if name in ours - own]
     return sorted(found)
 
 
-def _private_definitions(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _private_definitions(path: Path) -> Iterator[str]:
+    for node in nodes(path):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             names = [node.name]
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -202,6 +225,7 @@ def main() -> int:
     parser.add_argument("--figures", action="store_true", help="print every figure, not only what exceeds its budget")
     parser.add_argument("--budgets", type=Path, default=Path(__file__).with_name("budgets.toml"))
     arguments = parser.parse_args()
+    gc.disable()  # millions of nodes, which all stay to the end: looking for garbage among them takes most of the time
     rows = figures({"file": arguments.budgets.name, **tomllib.loads(arguments.budgets.read_text(encoding="utf-8"))})
     over = [row for row in rows if row.value > row.budget]
     for row in rows if arguments.figures else over:

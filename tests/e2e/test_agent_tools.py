@@ -20,7 +20,7 @@ pytest.importorskip("openai", reason="the extra agents is not installed")
 
 EXAMPLE = REPOSITORY / "examples" / "agent_tools"
 EASY = {"goods": 1, "max_count": 3, "max_price": 3, "train_tasks": 16, "test_tasks": 1}
-EASY |= {"practice": 640, "guess_share": 0.5}
+EASY |= {"demonstrations": 1280, "practice": 640, "guess_share": 0.5}
 """Three possible answers, and half of the late demonstrations guess: after a short warm start some are right."""
 WAYS: dict[str, dict[str, Any]] = {
     "turns": {"environment": "shop", "args": EASY},
