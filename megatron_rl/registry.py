@@ -53,7 +53,7 @@ class Registry(Generic[T]):
         return tuple(path.stem for path in paths if path.stem != "__init__" and self.defines in _definitions(path))
 
     def get(self, name: str) -> T:
-        """Import an extension, once if it has a name; ``ConfigError`` names the value, what there is and the nearest."""
+        """Import an extension, once if named; ``ConfigError`` names the value, what there is and the nearest."""
         if name in self._found:  # a parser is asked for by every turn of a conversation
             return self._found[name]
         module, wanted = self.module(name), name.rpartition(":")[2] if ":" in name else self.defines
