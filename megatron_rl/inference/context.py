@@ -12,9 +12,10 @@ from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.families import PLAIN, LayerKind, StateCache
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models.attention.backend import NewTokens
-from megatron_rl.models.attention.plan import PackedPlan, given, prepared_for, prepared_steps, rotate, turns_at
+from megatron_rl.models.attention.plan import PackedPlan, given, prepared_for, prepared_steps, turns_at
 from megatron_rl.models.delta_rule import LayerStates
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.models.gradients import rotate
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.megatron import last_logits_only
 

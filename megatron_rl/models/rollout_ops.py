@@ -28,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.models.expert_ops import ExpertOps, has_plain_swiglu
+from megatron_rl.models.gradients import rms_norm
 from megatron_rl.quantization.copies import packing_for
 from megatron_rl.quantization.recipe import PackedActivations
 
@@ -66,13 +67,12 @@ class TorchNorm(MegatronModule):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        shape = (hidden_states.shape[-1],)
         if self.centre:
             weight = self.weight.float() + self.centre
-            return functional.rms_norm(hidden_states.float(), shape, weight, self.eps).type_as(hidden_states)
+            return rms_norm(hidden_states.float(), weight, self.eps).type_as(hidden_states)
         if self.bias is None:
-            return functional.rms_norm(hidden_states, shape, self.weight, self.eps)
-        return functional.layer_norm(hidden_states, shape, self.weight, self.bias, self.eps)
+            return rms_norm(hidden_states, self.weight, self.eps)
+        return functional.layer_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.bias, self.eps)
 
 
 class NormAcrossHeads(TorchNorm):

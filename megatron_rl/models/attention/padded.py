@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron_rl.arithmetic import FEWEST_KEYS
 
@@ -21,6 +23,20 @@ CUDA_BUCKET_CELLS = 2**20
 """The same on a GPU, where a cell costs next to nothing and a call some thirty launches: reckoned, not measured."""
 MAX_BORDERS = 32
 """Places between two sequences that are looked at; more would cost more time than they save."""
+
+
+class _Padding(torch.autograd.Function):
+    """Tokens to cells. No result depends on a cell of padding, so its gradient is 0 and need not be added up."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scatter)
+        return packed.index_select(0, gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class PaddedRows:
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """Map ``[T, 1, H, D]`` to ``[B, H, longest, D]``."""
-        cells = packed if self.is_full else packed[:, 0].index_select(0, self.gather)
+        cells = packed if self.is_full else _Padding.apply(packed.squeeze(1), self.gather, self.scatter)
         return cells.view(self.count, self.longest, *packed.shape[2:]).transpose(1, 2)
 
     def unpad(self, rows: torch.Tensor) -> torch.Tensor:

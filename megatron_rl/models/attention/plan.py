@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.backend import CacheKernel, KVCache, PackedKernel
+from megatron_rl.models.gradients import rotate
 
 Turns = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Name of a rotation -> cos and sin, [N, 1, 1, R] each, of N tokens."""
@@ -74,16 +75,6 @@ Ropes = Mapping[str, RopeTable]
 def turns_at(ropes: Ropes, positions: torch.Tensor, dtype: torch.dtype) -> Turns:
     """Compute the turns of every rotation, for ``positions`` [N] int64."""
     return {name: rope.at(positions, dtype) for name, rope in ropes.items()}
-
-
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``heads`` [N, 1, H, D] by its positions; the part beyond R passes unchanged."""
-    rotated = cos.shape[-1]
-    if rotated < heads.shape[-1]:
-        return torch.cat((rotate(heads[..., :rotated], cos, sin), heads[..., rotated:]), dim=-1)
-    half = rotated // 2
-    swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
-    return torch.addcmul(heads * cos, swapped, sin)
 
 
 class AttentionPlan(Protocol):

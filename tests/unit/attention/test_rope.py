@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.models.attention.plan import RopeTable, rotate
+from megatron_rl.models.attention.plan import RopeTable
+from megatron_rl.models.gradients import rotate
 from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
 

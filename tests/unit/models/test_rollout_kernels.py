@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as functional
 
 from megatron_rl.models.attention.kv_format import FP8, KVFormat
-from megatron_rl.models.attention.plan import rotate
+from megatron_rl.models.gradients import rotate
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing
 from tests.support.interpreter import INTERPRETED, run_interpreted

@@ -87,7 +87,8 @@ def _pages(cache: KVCache, table: torch.Tensor, lengths: torch.Tensor) -> dict[s
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    return call(query[:, 0], key[:, 0], value[:, 0]).flatten(1)[:, None]
+    # squeeze: the gradient of an index would be copied into a tensor of zeros.
+    return call(query.squeeze(1), key.squeeze(1), value.squeeze(1)).flatten(1)[:, None]
 
 
 def _attend_cached(query: torch.Tensor, cache: KVCache, layer: int, call: Call) -> torch.Tensor:
