@@ -177,7 +177,7 @@ def dynamic_sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         text = "with --rl-dynamic-sampling, which replaces groups of equal rewards by others; leave one of them out"
         yield "rl_keep_zero_variance_groups", text
     wanted, started = algorithm.grpo_prompts_per_step, algorithm.rl_oversampling
-    if wanted and started and started < wanted:
+    if wanted and started and started < wanted and not algorithm.rl_partial_rollouts:
         yield "rl_oversampling", f"is less than --grpo-prompts-per-step {wanted}; use {wanted} or more"
 
 
@@ -194,7 +194,7 @@ def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield from without_effect(config, ["rl_stale_samples"], f"{flag_name}; add it, or leave this out")
         return
     for is_on, name, why in (
-        (algorithm.rl_dynamic_sampling, "--rl-dynamic-sampling", "which waits for the first groups that count"),
+        (algorithm.rl_surplus == "keep", "--rl-surplus keep", "which it does not need: extra groups wait anyway"),
         (config.rollout.rl_inference_engine == "mcore", "--rl-inference-engine mcore", "which cannot be interrupted"),
         (config.rollout.rl_router_replay, "--rl-router-replay", "whose experts older weights would have chosen"),
         (config.stages.count > 1 and (config.parallel.expert_model_parallel_size or 1) > 1,

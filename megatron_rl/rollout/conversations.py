@@ -164,7 +164,13 @@ class Conversations:
         return True
 
     def add_turn(self, request: Request, completions: Sequence[Completion]) -> None:
-        """Have a turn judged: the first one of a whole group, or a later one of one sample."""
+        """Have a turn judged: the first one of a whole group, or a later one of one sample.
+
+        A group that has waited with its grades keeps them.
+        """
+        if request.talks:
+            self._keep_graded(request)
+            return
         turns = enumerate(completions, start=request.place.first_sample)
         self._ask([self._said(request, sample, turn) for sample, turn in turns])
 
@@ -192,10 +198,10 @@ class Conversations:
 
     def resume(self, request: Request, engine: Engine) -> None:
         """Go on with the conversations of a group that an earlier step has left behind their first turns."""
+        self._keep_graded(request)
         asked = replace(request, so_far=(), talks=())
         for sample, (said, talk) in enumerate(zip(request.so_far, request.talks, strict=True)):
             if talk.grade is not None:
-                self._finished.keep(asked, sample, Rollout(said, "", talk.grade))
                 continue
             before, reply, turn = divided(said)
             conversation = _Conversation(
@@ -203,6 +209,12 @@ class Conversations:
             )
             self._open[asked.index, sample] = conversation
             engine.submit(replace(self._next_turn(conversation), so_far=(turn,)))
+
+    def _keep_graded(self, request: Request) -> None:
+        asked = replace(request, so_far=(), talks=())
+        for sample, (said, talk) in enumerate(zip(request.so_far, request.talks, strict=True)):
+            if talk.grade is not None:
+                self._finished.keep(asked, sample, Rollout(said, "", talk.grade))
 
     def pause(self, unfinished: Sequence[Request]) -> list[Request]:
         """Return what is to go on in the next step, one request a group, of what the engine gave back.

@@ -1,13 +1,7 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): draw on while too few groups of the step count.
-
-    draw ─► deal to the replicas ─► answer and grade ─► enough? ─► the first ones that count
-      ▲                                                   │
-      └──────────────────── draw again ◄── no ────────────┘
-"""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): rounds of a step finish the first groups drawn."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,34 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.extension import measure_of
-from megatron_rl.platform.collectives import any_rank, broadcast_json, gather_json, gather_vectors
+from megatron_rl.platform.collectives import any_rank, broadcast_json, gather_json
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.collector import Collector, StepRollouts
+from megatron_rl.rollout.filtering import counts_in
 from megatron_rl.rollout.journal import StepJournal, record_of
 from megatron_rl.rollout.rollouter import Goal
 from megatron_rl.rollout.statistics import staleness_metrics
-from megatron_rl.types import Grade, RolloutGroup
-
-logger = logging.getLogger(__name__)
+from megatron_rl.types import RolloutGroup
 
 OPEN, IDLE, COUNTS = 0, 1, 2
 """A group that is not finished; one that is and does not count; one that counts."""
 _LOOK_EVERY = 8
 """Engine steps between two looks where several ranks step together."""
-
-
-@dataclass(frozen=True)
-class DynamicSampling:
-    """Settings of dynamic sampling: which groups count, and how many prompts are drawn."""
-
-    counts: Callable[[Tensor], bool]
-    """A `GroupFilter`."""
-    at_once: int
-    """Prompts of the first draw, and the most of a later one."""
-    max_later_draws: int
-    max_staleness: int
-    """For how many steps groups that counted and were too many may be used; 0 drops them."""
 
 
 @dataclass
@@ -51,56 +30,35 @@ class SampledStep(StepRollouts):
 
     extra: dict[int, RolloutGroup] = field(default_factory=dict)
     """Finished groups that were not needed."""
-    draws: int = 0
-    started: int = 0
-    """Prompts that were generated or given up, needed or not."""
 
 
 @dataclass(kw_only=True)
 class DynamicCollector(Collector):
     """Draws until enough groups count; what counts and is too many may be kept for the next steps."""
 
-    dynamic: DynamicSampling
+    at_once: int
+    """Prompts of the first round, and the most of a later one."""
+    max_staleness: int
+    """For how many steps groups that counted and were too many may be used; 0 drops them."""
 
     def fill(self, seed: int, policy_version: int, journal: StepJournal) -> SampledStep | None:
         """See `Collector`."""
-        start, step, wanted = self.source.position(), SampledStep(policy_version), self.prompts_per_step
-        self.extra_groups.drop_older(policy_version - self.dynamic.max_staleness)
-        while len(step.counting) < wanted and step.draws <= self.dynamic.max_later_draws:
-            if not self._draw_more(step, seed, journal):
-                return None
-            self.refuse_failures(step)
-        if len(step.drawn) < step.started:  # the others' prompts come again
+        start = self.source.position()
+        self.extra_groups.drop_older(policy_version - self.max_staleness)
+        step = super().fill(seed, policy_version, journal)
+        if step is not None and len(step.drawn) < step.started:  # the others' prompts come again
             self.source.return_to(start)
             self.source.draw(len(step.drawn))
-        if len(step.counting) < wanted and self.groups.is_main:
-            logger.warning(
-                "%d of %d groups pass the filter after --rl-max-refills %d, of %d prompts: the step trains on them",
-                len(step.counting), wanted, step.draws - 1, step.started,
-            )  # fmt: skip
         return step
 
-    def commit(self, step: SampledStep) -> dict[str, float]:
+    def begin(self, policy_version: int) -> SampledStep:
         """See `Collector`."""
-        metrics, replicas, num_groups = super().commit(step), self.groups.rollout_group, len(step.drawn)
-        if self.dynamic.max_staleness:
-            metrics |= staleness_metrics(step.groups, step.policy_version, replicas)
-            extra = [record_of(group) for group in step.extra.values() if counts_in(self.dynamic.counts, group)]
-            kept = [record for part in gather_json(extra, replicas) for record in part]
-            self.extra_groups.turn_over(step.drawn, kept)
-            metrics["perf/surplus_groups"] = float(len(kept))
-        return metrics | self._rewards_of_all(step) | {
-            "training/refills": float(step.draws - 1),
-            "training/groups_started": float(step.started),
-            "training/groups_answered": float(num_groups),
-            "training/counting_share": len(step.counting) / max(num_groups, 1),
-        }
+        return SampledStep(policy_version)
 
-    def _draw_more(self, step: SampledStep, seed: int, journal: StepJournal) -> bool:
-        """Draw once and have it answered, for ``step``; False when the run was asked to stop."""
-        first, wanted, size = len(step.drawn), self.prompts_per_step - len(step.counting), self.dynamic.at_once
-        if step.counting:  # as many as the share of groups that counted so far suggests
-            size = min(size, -(-wanted * first // len(step.counting)))
+    def add_round(self, step: SampledStep, seed: int, journal: StepJournal) -> bool:
+        """See `Collector`."""
+        first, size = len(step.drawn), self.round_size(step, self.at_once)
+        wanted = self.prompts_per_step - len(step.counting)
         drawn = self.source.draw(size)
         quota = Quota(wanted, range(first, first + size), self.dynamic.counts, self.groups)
         requests = self.requests_of_this_rank(drawn, first)
@@ -110,22 +68,21 @@ class DynamicCollector(Collector):
         states = quota.states[: quota.num_needed]
         step.counting += [place for place, state in enumerate(states, start=first) if state == COUNTS]
         step.drawn += drawn[: len(states)]
-        step.draws, step.started = step.draws + 1, step.started + size
+        step.started += size
         for number, group in sorted(result.finished.items()):
             (step.answered if number < len(step.drawn) else step.extra)[number] = group
         step.add_work(result)
         return True
 
-    def _rewards_of_all(self, step: SampledStep) -> dict[str, float]:
-        """Return metrics of all rewards, also of groups that do not count."""
-        own = [graded_rewards(group) for group in step.answered.values()]
-        rewards = torch.cat(gather_vectors(torch.cat([torch.zeros(0), *own]), self.groups.rollout_group))
-        if not rewards.numel():
-            return {}
-        mean, low, high = rewards.mean().item(), rewards.min().item(), rewards.max().item()
-        metrics = {"rollout/score/mean": mean}
-        if not step.counting:  # so that the log can say why: what is trained on has none
-            metrics |= {"critic/rewards/mean": mean, "critic/rewards/min": low, "critic/rewards/max": high}
+    def commit(self, step: SampledStep) -> dict[str, float]:
+        """See `Collector`."""
+        metrics, replicas = super().commit(step), self.groups.rollout_group
+        if self.max_staleness:
+            metrics |= staleness_metrics(step.groups, step.policy_version, replicas)
+            extra = [record_of(group) for group in step.extra.values() if counts_in(self.dynamic.counts, group)]
+            kept = [record for part in gather_json(extra, replicas) for record in part]
+            self.extra_groups.turn_over(step.drawn, kept)
+            metrics["perf/surplus_groups"] = float(len(kept))
         return metrics
 
 
@@ -213,20 +170,3 @@ class Quota(Goal):
         if number not in self._known:
             self._known[number] = COUNTS if counts_in(self._counts, finished[number]) else IDLE
         return self._known[number]
-
-
-def counts_in(counts: Callable[[Tensor], bool], group: RolloutGroup) -> bool:
-    """Return whether a group passes the `GroupFilter` ``counts``: by its rewards, or its verdicts if all have one."""
-    verdicts = [grade.correct for grade in _grades(group)]
-    if measure_of(counts) == "rewards" or None in verdicts:
-        return counts(graded_rewards(group))
-    return counts(torch.tensor(verdicts, dtype=torch.float32))
-
-
-def graded_rewards(group: RolloutGroup) -> Tensor:
-    """Return the rewards of those samples that have a grade."""
-    return torch.tensor([grade.reward for grade in _grades(group)])
-
-
-def _grades(group: RolloutGroup) -> list[Grade]:
-    return [rollout.grade for rollout in group.rollouts if not rollout.grade.failed]

@@ -167,7 +167,6 @@ class FinishedGroups:
         if is_new:
             self.journal.add(request.index, self.groups[request.index])
 
-
     def give_back(self, index: int) -> dict[int, Rollout]:
         """Return the complete samples of a group, by their numbers, and forget them."""
         self.groups.pop(index, None)
@@ -177,12 +176,17 @@ class FinishedGroups:
 class Records:
     """Groups between two steps, the same on all ranks, so that any number of ranks can go on with them."""
 
-    def __init__(self) -> None:
-        self._records: list[Record] = []
+    def __init__(self, records: Sequence[Record] = ()) -> None:
+        self._records = list(records)
+
+    @property
+    def records(self) -> list[Record]:
+        """A copy of the list."""
+        return list(self._records)
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values, for a checkpoint."""
-        return {"groups": list(self._records)}
+        return {"groups": self.records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""

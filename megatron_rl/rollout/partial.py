@@ -1,8 +1,11 @@
-"""Partial rollouts: a step ends when enough groups are generated, and the others go on in the next step.
+"""Partial rollouts: a step takes the groups that are generated first, and the others go on in the next step.
 
     groups in flight    a a | b b b b      a: unfinished after the step before, b: drawn now
     this step           ✓ ✓   ✓ ✓ . .      --grpo-prompts-per-step of them are generated, and trained on
     the next step           . . | c c c c  the others keep their tokens and go on with newer weights
+
+With dynamic sampling some of those taken (✓) do not count. They are dropped, and another round of the same step draws
+new prompts in their places and takes as many as are still missing. Groups that count and are too many wait, graded.
 
 Which groups are generated first, a replica sees at the steps of its own engine. No clock and no other replica has a
 part in it, so a step that is done again has the same groups.
@@ -11,7 +14,7 @@ part in it, so a step that is done again has the same groups.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -21,12 +24,13 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.rollout.collector import Collector, StepRollouts
 from megatron_rl.rollout.conversations import Conversations
+from megatron_rl.rollout.filtering import counts_in
 from megatron_rl.rollout.journal import FinishedGroups, Record, Records, StepJournal, asked_of, completion_of, described
 from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
 from megatron_rl.rollout.rollouter import Goal
 from megatron_rl.rollout.statistics import staleness_metrics
 from megatron_rl.rollout.trace import divided
-from megatron_rl.types import Completed, Request, Talk
+from megatron_rl.types import Completed, Request, RolloutGroup, Talk
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +71,8 @@ class PartialRollouts:
 class PartialStep(StepRollouts):
     """A step, and what goes on without it."""
 
-    started: int = 0
-    """New prompts of this step."""
     unfinished: list[Record] = field(default_factory=list)
-    """Of all replicas: the groups that go on in the next step."""
+    """Of all replicas: the groups that go on in the next round or step."""
     dropped: list[Request] = field(default_factory=list)
     """Unfinished groups that are too old."""
 
@@ -82,31 +84,49 @@ class PartialCollector(Collector):
     partial: PartialRollouts
     unfinished: UnfinishedGroups
 
-    def fill(self, seed: int, policy_version: int, journal: StepJournal) -> PartialStep | None:
+    def begin(self, policy_version: int) -> PartialStep:
+        """See `Collector`."""
+        return PartialStep(policy_version, unfinished=self.unfinished.records)
+
+    def add_round(self, step: PartialStep, seed: int, journal: StepJournal) -> bool:
         """See `Collector`: unfinished groups, and new ones, until enough are generated."""
-        step, wanted, groups = PartialStep(policy_version), self.prompts_per_step, self.groups
+        requests, settings, groups = self._in_flight(step), self.partial, self.groups
+        due, size = set(), self.round_size(step, max(self.prompts_per_step, settings.at_once // 2))
+        if not step.rounds:  # what was due is then gone
+            due, size = settings.due(requests, step.policy_version, self.prompts_per_step), self.prompts_per_step
+        goal = goal_of(requests, due, size, self.expected_lengths, groups.rollout_rank, groups.rollout_size)
+        goal.in_rounds = settings.in_rounds
+        own = list(map(self.expecting, goal.requests))
+        result = self.rollouter.run(own, seed, step.policy_version, journal, goal)
+        if result is None:
+            return False
+        counting, extra = self._counting(result.finished, self.prompts_per_step - len(step.counting))
+        for index in extra & result.finished.keys():
+            goal.unfinished.append(graded(requests[index], result.finished.pop(index)))
+        taken, step.unfinished = gathered(goal, result.finished, groups.rollout_group)
+        places = {index: place for place, index in enumerate(taken, start=len(step.drawn))}
+        step.answered |= {places[index]: group for index, group in result.finished.items()}
+        step.counting += [places[index] for index in counting]
+        step.drawn += [requests[index].source for index in taken]
+        step.add_work(result)
+        return True
+
+    def _in_flight(self, step: PartialStep) -> list[Request]:
+        """Return the groups that go on and new ones, numbered from 0; those that are too old are dropped."""
         kept: list[Request] = []
-        for request in self.unfinished.requests(self.source, self.factory, self.group_size):
-            is_too_old = policy_version - oldest_version(request, policy_version) > self.partial.max_staleness
+        for request in UnfinishedGroups(step.unfinished).requests(self.source, self.factory, self.group_size):
+            is_too_old = step.policy_version - oldest_version(request, step.policy_version) > self.partial.max_staleness
             (step.dropped if is_too_old else kept).append(request)
         drawn = self.source.draw(max(0, self.partial.at_once - len(kept)))
         kept += [self.factory.request(source, self.group_size, 0) for source in drawn]
-        requests = [replace(request, index=place) for place, request in enumerate(kept)]
-        due = self.partial.due(requests, policy_version, wanted)
-        goal = goal_of(requests, due, wanted, self.expected_lengths, groups.rollout_rank, groups.rollout_size)
-        goal.in_rounds = self.partial.in_rounds
-        own = list(map(self.expecting, goal.requests))
-        result = self.rollouter.run(own, seed, policy_version, journal, goal)
-        if result is None:
-            return None
-        taken, step.unfinished = gathered(goal, result.finished, groups.rollout_group)
-        places = {index: place for place, index in enumerate(taken)}
-        step.answered = {places[index]: group for index, group in result.finished.items()}
-        step.drawn, step.counting = [requests[index].source for index in taken], list(range(len(taken)))
-        step.started = len(drawn)
-        step.add_work(result)
-        self.refuse_failures(step)
-        return step
+        step.started += len(drawn)
+        return [replace(request, index=place) for place, request in enumerate(kept)]
+
+    def _counting(self, finished: Mapping[int, RolloutGroup], missing: int) -> tuple[list[int], set[int]]:
+        """Return the indices of the first ``missing`` groups that count, and of those that are too many; collective."""
+        own = [index for index, group in finished.items() if not self.dynamic or counts_in(self.dynamic.counts, group)]
+        every = sorted(index for part in gather_json(own, self.groups.rollout_group) for index in part)
+        return every[:missing], set(every[missing:])
 
     def commit(self, step: PartialStep) -> dict[str, float]:
         """See `Collector`."""
@@ -118,6 +138,12 @@ class PartialCollector(Collector):
             "training/groups_dropped": float(len(step.dropped)),
             "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in r.so_far)),
         }
+
+
+def graded(request: Request, group: RolloutGroup) -> Request:
+    """Return ``request`` as it waits with the grades of its ``group``."""
+    so_far = tuple(rollout.completion for rollout in group.rollouts)
+    return replace(request, so_far=so_far, talks=tuple(Talk(grade=rollout.grade) for rollout in group.rollouts))
 
 
 def oldest_version(request: Request, policy_version: int) -> int:

@@ -231,12 +231,12 @@ class _Samples:
         for request in new:
             if request.index in calling:
                 harnesses.start(request)
-            elif request.talks:
+            elif request.talks and not request.is_generated:
                 conversations.resume(request, self.engine)
             elif not request.is_generated:
                 hints = replace(request.hints, goes_on=conversations.goes_on(request))
                 self.engine.submit(replace(request, hints=hints))
-        self._take([(request, request.so_far) for request in new if request.is_generated and not request.talks])
+        self._take([(request, request.so_far) for request in new if request.is_generated])
         self._settle()
 
     def step(self) -> None:

@@ -31,7 +31,8 @@ from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.collector import Collector, StepRollouts
-from megatron_rl.rollout.dynamic_sampling import DynamicCollector, DynamicSampling
+from megatron_rl.rollout.dynamic_sampling import DynamicCollector
+from megatron_rl.rollout.filtering import DynamicSampling
 from megatron_rl.rollout.journal import ExtraGroups, RolloutJournal, StepJournal
 from megatron_rl.rollout.partial import PartialCollector, PartialRollouts, UnfinishedGroups
 from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory
@@ -271,16 +272,15 @@ def _collector(
     }
     unfinished = states.register("put_aside", UnfinishedGroups(), optional=True)
     if algorithm.rl_dynamic_sampling:
-        max_staleness = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
-        dynamic = DynamicSampling(
-            filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, max_staleness
-        )
-        return DynamicCollector(**parts, dynamic=dynamic)
+        parts["dynamic"] = DynamicSampling(filter_of(config), algorithm.rl_max_refills)
     if algorithm.rl_partial_rollouts:
         finishes = algorithm.rl_stale_samples == "finish"
         replies = any(spec.max_turns > 1 for spec in base.environments.served if not spec.evaluation_only)
         rollouts = PartialRollouts(algorithm.rl_oversampling, int(algorithm.rl_generation_lag), finishes, replies)
         return PartialCollector(**parts, partial=rollouts, unfinished=unfinished)
+    if algorithm.rl_dynamic_sampling:
+        max_staleness = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
+        return DynamicCollector(**parts, at_once=algorithm.rl_oversampling, max_staleness=max_staleness)
     return Collector(**parts)
 
 

@@ -160,7 +160,10 @@ def test_killed_on_either_stage(workshop) -> None:
 def test_killed_in_partial_rollouts(workshop) -> None:
     """Amid a rollout that goes on from groups put aside, while it is graded, between two updates, and after a save."""
     kills = [Kill(0, "rollout", 5), Kill(1, "grade_asked", 5), Kill(1, "optimizer_due", 5), Kill(0, "save_committed")]
-    flags = {"rl_partial_rollouts": True, "rl_oversampling": 6, "rl_generation_lag": 2, "rl_max_new_tokens": 40}
+    flags = {
+        "rl_partial_rollouts": True, "rl_oversampling": 6, "rl_generation_lag": 2, "rl_max_new_tokens": 40,
+        "rl_dynamic_sampling": True, "rl_keep_zero_variance_groups": None,
+    }  # fmt: skip
     stories = {"partial": kills}
     tale = Tale(workshop, stories, timeout=900, whole="whole_partial", **flags)
     tale.check_all(stories)

@@ -20,12 +20,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "again": {},
     "fifo": {"rl_oversampling": 12},
     "drop": {"rl_stale_samples": "drop", "rl_generation_lag": 1, "rl_oversampling": 12},
+    "dynamic": {"rl_dynamic_sampling": True, "rl_keep_zero_variance_groups": None},
     "pages": {"attention_backend": "paged", "inference_max_batch_size": 20},
 }
 
 
 OF_TWO_RANKS: dict[str, dict[str, Any]] = {
     "replicas": {"use_distributed_optimizer": True},
+    "dynamic_replicas": {
+        "use_distributed_optimizer": True, "rl_dynamic_sampling": True, "rl_keep_zero_variance_groups": None,
+    },
     "tensor": {"tensor_model_parallel_size": 2},
     "stages": {"pipeline_model_parallel_size": 2},
     "experts": {
@@ -72,11 +76,11 @@ def lags(step: int, record: dict[str, Any]) -> list[int]:
 def test_a_step_has_its_groups_and_none_twice(workshop, one_replica, name):
     found = drawn(workshop, name)
     assert Counter(step for step, _ in found) == dict.fromkeys(range(1, STEPS + 1), 16)
-    if name != "drop":  # which begins more than there are tasks
+    if name not in ("drop", "dynamic"):  # which begin more than there are tasks
         assert set(Counter(record["task_id"] for _, record in found).values()) == {4}
 
 
-@pytest.mark.parametrize(("name", "bound"), [("finish", 2), ("fifo", 2), ("drop", 1), ("pages", 2)])
+@pytest.mark.parametrize(("name", "bound"), [("finish", 2), ("fifo", 2), ("drop", 1), ("dynamic", 2), ("pages", 2)])
 def test_tokens_are_as_old_as_they_may_be(workshop, one_replica, name, bound):
     rows = rows_of(workshop.run_dir(name))
     for step, row in enumerate(rows, start=1):
@@ -109,8 +113,24 @@ def test_on_two_ranks(workshop, two_ranks, name):
     assert Counter(step for step, _ in found) == dict.fromkeys(range(1, STEPS + 1), 16)
     assert set(Counter(record["task_id"] for _, record in found).values()) == {4}
     assert max(lag for step, record in found for lag in lags(step, record)) in (1, 2)
-    assert {row["training/groups_put_aside"] for row in rows} == {4}
+    if name != "dynamic_replicas":
+        assert {row["training/groups_put_aside"] for row in rows} == {4}
     assert max(row.get("training/rollout_logprob_gap_max", 0.0) for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dynamic", "dynamic_replicas"])
+def test_with_dynamic_sampling_rewards_differ_and_every_prompt_is_accounted_for(workshop, one_replica, two_ranks, name):
+    rewards: dict[tuple[int, str], set[float]] = {}
+    for step, record in drawn(workshop, name):
+        rewards.setdefault((step, record["task_id"]), set()).add(record["reward"])
+    assert all(len(found) > 1 for found in rewards.values())
+    started = answered = 0
+    rows = rows_of(workshop.run_dir(name))
+    for row in rows:
+        started, answered = started + row["training/groups_started"], answered + row["training/groups_answered"]
+        assert started == answered + row["training/groups_put_aside"]
+        assert row["training/counting_share"] * row["training/groups_answered"] == pytest.approx(4)
+    assert sum(row["training/refills"] for row in rows) > 0
 
 
 def test_tensor_parallel_ranks_take_the_groups_of_one_rank(workshop, one_replica, two_ranks):

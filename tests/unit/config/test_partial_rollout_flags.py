@@ -7,6 +7,7 @@ import pytest
 from megatron_rl.config.rl_config import resolve
 
 ON = {"rl_partial_rollouts": True}
+DYNAMIC = {"rl_dynamic_sampling": True}
 
 
 def test_what_is_taken_without_a_flag(config):
@@ -14,6 +15,8 @@ def test_what_is_taken_without_a_flag(config):
     assert (plain.rl_oversampling, plain.rl_generation_lag, plain.rl_correction) == (8, None, "none")
     assert (partial.rl_oversampling, partial.rl_generation_lag, partial.rl_correction) == (16, 3.0, "token_tis")
     assert partial.rl_stale_samples == "finish"
+    dynamic = resolve(config(**ON, **DYNAMIC), 1).algorithm
+    assert (dynamic.rl_oversampling, dynamic.rl_generation_lag, dynamic.rl_correction) == (16, 3.0, "token_tis")
 
 
 def test_what_is_typed_wins(config, problems):
@@ -31,7 +34,8 @@ def test_what_is_typed_wins(config, problems):
         ({"rl_oversampling": "8"}, "is not more than --grpo-prompts-per-step 8; use 9 or more"),
         ({"rl_oversampling": "17", "rl_generation_lag": "1"}, "17 is more than 2 steps of 8 groups can finish in time "
          "(--rl-generation-lag 1); use at most 16, or --rl-stale-samples drop"),
-        ({"rl_dynamic_sampling": True}, "with --rl-dynamic-sampling, which waits for the first groups that count"),
+        (DYNAMIC | {"rl_surplus": "keep"}, "with --rl-surplus keep, which it does not need"),
+        (DYNAMIC | {"rl_oversampling": "7"}, "is not more than --grpo-prompts-per-step 8; use 9 or more"),
         ({"rl_inference_engine": "mcore"}, "with --rl-inference-engine mcore, which cannot be interrupted"),
     ],
 )  # fmt: skip

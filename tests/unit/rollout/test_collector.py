@@ -13,7 +13,8 @@ from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.collector import Collector
-from megatron_rl.rollout.dynamic_sampling import DynamicCollector, DynamicSampling
+from megatron_rl.rollout.dynamic_sampling import DynamicCollector
+from megatron_rl.rollout.filtering import DynamicSampling
 from megatron_rl.rollout.journal import ExtraGroups, StepJournal
 from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, TaskPool
 from megatron_rl.rollout.rollouter import Goal, RolloutResult
@@ -83,7 +84,7 @@ def collector(
     return DynamicCollector(
         source(), RequestFactory(SamplingParams(), 100), answers, groups, ExpectedLengths(),
         prompts_per_step=wanted, group_size=2, max_failed_share=0.5,
-        dynamic=DynamicSampling(signal.Filter(), at_once, refills, max_staleness),
+        dynamic=DynamicSampling(signal.Filter(), refills), at_once=at_once, max_staleness=max_staleness,
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def test_a_refill_is_as_large_as_the_share_that_counted_suggests(one_rank: Paral
     tasks, found = step(made)
     assert tasks == "agjk"
     assert answers.draws == ["abcde", "fghij", "klmn"]
-    assert (found.draws - 1, found.started, len(found.drawn)) == (2, 14, 11)
+    assert (found.rounds - 1, found.started, len(found.drawn)) == (2, 14, 11)
     assert made.source.draw(1)[0].task.id == "l"
     assert found.statistics.decode_steps == 3
     assert (found.generate_seconds, found.grade_wait_seconds) == (3.0, 1.5)

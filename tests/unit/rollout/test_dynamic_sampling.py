@@ -9,7 +9,8 @@ import pytest
 
 from megatron_rl.algorithms.filters import accuracy, signal
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.dynamic_sampling import COUNTS, IDLE, OPEN, Quota, counts_in
+from megatron_rl.rollout.dynamic_sampling import COUNTS, IDLE, OPEN, Quota
+from megatron_rl.rollout.filtering import counts_in
 from megatron_rl.types import RolloutGroup
 from tests.support.ranks import run_ranks
 from tests.support.rollouts import graded_group, told
