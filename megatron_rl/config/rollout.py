@@ -215,7 +215,6 @@ def _replay_problems(config: RLConfig) -> Iterator[Finding]:
         yield name, "without --perform-rl-step: demonstrations were never routed; leave it out"
     if config.rollout.rl_inference_engine == "mcore":
         yield name, "with --rl-inference-engine mcore, which does not record experts; use --rl-inference-engine rollout"
-    if config.algorithm.rl_surplus == "keep" and config.stages.count > 1:
-        yield name, (
-            "with --rl-surplus keep on pipeline stages: kept groups have one stage's experts; use --rl-surplus drop"
-        )
+    if config.algorithm.has_stale_samples and config.stages.count > 1:
+        which = "--rl-partial-rollouts" if config.algorithm.rl_partial_rollouts else "--rl-surplus keep"
+        yield name, f"with {which} on pipeline stages: groups that wait have one stage's experts; leave one of them out"

@@ -21,7 +21,7 @@ from megatron_rl.rollout.journal import ExtraGroups, StepJournal
 from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
 from megatron_rl.rollout.statistics import Failures, failures_of, idle_metrics, lengths_and_seconds, refuse_failures
-from megatron_rl.types import Hints, Request, RolloutGroup, SourcedTask
+from megatron_rl.types import Request, RolloutGroup, SourcedTask
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,6 @@ class Collector:
     group_size: int
     max_failed_share: float
     """Of the grades; more of them end the run."""
-    wants_routing: bool = False
-    """See `Hints.wants_routing`."""
     extra_groups: ExtraGroups = field(default_factory=ExtraGroups)
     """Finished groups of earlier steps; only dynamic sampling leaves any."""
     dynamic: DynamicSampling | None = None
@@ -150,9 +148,9 @@ class Collector:
         return list(map(self.expecting, mine))
 
     def expecting(self, request: Request) -> Request:
-        """Return ``request`` with its expected length, and what else the engine must know."""
+        """Return ``request`` with its expected length."""
         tokens = max(1, round(self.expected_lengths.completion(request)))
-        return replace(request, hints=Hints(expected_tokens=tokens, wants_routing=self.wants_routing))
+        return replace(request, hints=replace(request.hints, expected_tokens=tokens))
 
     def refuse_failures(self, step: StepRollouts) -> None:
         """Count the failed grades of the step so far; collective over the replicas.

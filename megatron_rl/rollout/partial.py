@@ -224,15 +224,15 @@ class UnfinishedGroups(Records):
             environment, task_id, epoch, *_ = record["asked"]
             drawn = source.find(environment, task_id, epoch)
             if drawn is not None:
-                so_far = tuple(map(completion_of, record["samples"]))
+                so_far = tuple(completion_of(sample, factory.wants_routing) for sample in record["samples"])
                 talks = tuple(map(_talk_of, record.get("talks", ())))
                 request = replace(factory.request(drawn, group_size, len(found)), so_far=so_far, talks=talks)
-                if asked_of(request) == record["asked"] and _has_room(request, factory.max_sequence_length):
+                if asked_of(request) == record["asked"] and _can_go_on(request, factory):
                     found.append(request)
         if len(found) < len(self._records):
             logger.warning(
-                "%d of %d unfinished groups are dropped: the task, --grpo-group-size or --rl-max-new-tokens is "
-                "another one now", len(self._records) - len(found), len(self._records),
+                "%d of %d unfinished groups are dropped: the task, --grpo-group-size, --rl-max-new-tokens or "
+                "--rl-router-replay is another one now", len(self._records) - len(found), len(self._records),
             )  # fmt: skip
         return found
 
@@ -261,12 +261,19 @@ def _talk_of(record: Record) -> Talk:
     return Talk(record["state"], tuple(record["earned"]), grade and result_from_json(grade))
 
 
-def _has_room(request: Request, longest: int) -> bool:
-    """Return whether every sample that goes on may have another token: within its turn, and as a whole."""
-    for sample in (sample for sample in request.so_far if sample.finish_reason is None):
+def _can_go_on(request: Request, factory: RequestFactory) -> bool:
+    """Return whether every unfinished sample may have another token, and finished ones have the experts wanted.
+
+    Those of an unfinished sample are recorded when it is finished: the engine feeds it all its tokens again.
+    """
+    for sample in request.so_far:
+        if sample.finish_reason is not None:
+            if factory.wants_routing and sample.routing is None:
+                return False
+            continue
         begun = divided(sample)[2] if request.talks else sample
         if len(begun.token_ids) >= request.sampling.max_new_tokens:
             return False
-        if len(request.prompt_ids) + len(sample.token_ids) >= longest:
+        if len(request.prompt_ids) + len(sample.token_ids) >= factory.max_sequence_length:
             return False
     return True

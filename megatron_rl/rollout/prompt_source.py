@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.trainer.packing import balance
-from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Hints, Request, SamplingParams, SourcedTask, Task
 
 _GROUPS_IN_MEAN = 256
 """An environment's mean is over about its last so many groups: it follows a policy whose answers grow."""
@@ -151,6 +151,8 @@ class RequestFactory:
 
     sampling: SamplingParams
     max_sequence_length: int
+    wants_routing: bool = False
+    """See `Hints`."""
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -169,7 +171,8 @@ class RequestFactory:
         room = self.max_sequence_length - len(source.prompt_ids)
         tokens = min(self.sampling.max_new_tokens, room, at_most or room)
         sampling = replace(self.sampling, greedy=greedy, max_new_tokens=tokens)
-        return Request(source, source.prompt_ids, num_samples, sampling, index)
+        hints = Hints(wants_routing=self.wants_routing)
+        return Request(source, source.prompt_ids, num_samples, sampling, index, hints=hints)
 
 
 @dataclass

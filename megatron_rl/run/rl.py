@@ -260,14 +260,13 @@ def _collector(
     config, algorithm = base.config, base.config.algorithm
     parts = {
         "source": source,
-        "factory": factory,
+        "factory": dataclasses.replace(factory, wants_routing=config.rollout.rl_router_replay),
         "rollouter": rollouter,
         "groups": base.groups,
         "expected_lengths": states.register("expected_lengths", ExpectedLengths(), optional=True),
         "prompts_per_step": algorithm.grpo_prompts_per_step,
         "group_size": algorithm.grpo_group_size,
         "max_failed_share": config.environment.rl_max_failed_share,
-        "wants_routing": config.rollout.rl_router_replay,
         "extra_groups": states.register("surplus", ExtraGroups(), optional=True),
     }
     unfinished = states.register("put_aside", UnfinishedGroups(), optional=True)

@@ -34,7 +34,7 @@ OF_TWO_RANKS: dict[str, dict[str, Any]] = {
     "stages": {"pipeline_model_parallel_size": 2},
     "experts": {
         "expert_model_parallel_size": 2, "num_experts": 4, "moe_ffn_hidden_size": 24, "add_qkv_bias": None,
-        "pretrained_checkpoint": None,
+        "pretrained_checkpoint": None, "rl_router_replay": True,
     },
 }  # fmt: skip
 

@@ -65,7 +65,9 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (1, {"rl_router_replay": True, "perform_rl_step": None}, ["--rl-router-replay without --perform-rl-step"]),
         (2, {"rl_router_replay": True, "rl_surplus": "keep", "rl_dynamic_sampling": True,
              "pipeline_model_parallel_size": "2"},
-         ["--rl-router-replay with --rl-surplus keep", "pipeline stages", "use --rl-surplus drop"]),
+         ["--rl-router-replay with --rl-surplus keep", "pipeline stages", "leave one of them out"]),
+        (2, {"rl_router_replay": True, "rl_partial_rollouts": True, "pipeline_model_parallel_size": "2"},
+         ["--rl-router-replay with --rl-partial-rollouts", "pipeline stages", "leave one of them out"]),
         (1, {"rl_router_replay": True, "rl_inference_engine": "mcore"},
          ["--rl-router-replay with --rl-inference-engine mcore", "use --rl-inference-engine rollout"]),
     ],
@@ -87,6 +89,7 @@ def test_recomputing_the_experts_alone_is_not_a_choice(command) -> None:
 def test_what_goes_together_is_fine(problems) -> None:
     assert problems(1, **MIXTURE) == []
     assert problems(1, **MIXTURE | {"disable_bias_linear": None}) == []
+    assert problems(1, **MIXTURE, perform_rl_step=True, rl_router_replay=True, rl_partial_rollouts=True) == []
     assert problems(2, **MIXTURE, tensor_model_parallel_size="2", sequence_parallel=True) == []
     assert problems(2, **MIXTURE, expert_model_parallel_size="2", rl_rollout_quantization="int8") == []
     assert problems(4, **MIXTURE, expert_model_parallel_size="2", pipeline_model_parallel_size="2") == []

@@ -6,6 +6,7 @@ that: every token of every layer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.rollout.journal import completion_of, described
 from megatron_rl.types import Completion, Hints, Place, Request
 from tests.support.generation import (
     drain,
@@ -132,6 +134,46 @@ def test_a_sequence_that_made_room_and_came_back(one_rank: ParallelGroups) -> No
     groups = generate(policy, engine, requests)
     assert engine.statistics.preemptions > 0
     assert_recorded(policy, one_rank, requests, groups)
+
+
+def test_a_sample_that_goes_on_with_newer_weights(one_rank: ParallelGroups) -> None:
+    """All its tokens are fed again and have the newer weights' experts; a finished one keeps those of its own."""
+    policy = mixture(attention_backend="sdpa")
+    requests = wanting(ragged_requests(4, num_samples=3, longest_prompt=16, max_new_tokens=24))
+    engine, finished = recording(policy, max_batch_size=12, steps_per_host_read=2), {}
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        for wanted in requests:
+            engine.submit(wanted)
+        for _ in range(5):
+            finished |= {wanted.index: wanted for wanted, _ in engine.step()}
+        waiting = sorted(engine.interrupt(), key=lambda wanted: wanted.index)
+    alone = [replace(wanted, num_samples=1) for wanted in waiting for _ in wanted.so_far]
+    begun = [sample for wanted in waiting for sample in wanted.so_far]
+    old = [(wanted, sample) for wanted, sample in zip(alone, begun, strict=True) if sample.finish_reason]
+    assert 0 < len(old) < len(begun)
+    assert {sample.routing is None for sample in begun if not sample.finish_reason} == {True}
+    assert_recorded(policy, one_rank, [wanted for wanted, _ in old], [(sample,) for _, sample in old])
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(0.3 * weight.std() * torch.randn_like(weight))
+    records = [json.loads(json.dumps(list(map(described, wanted.so_far)))) for wanted in waiting]
+    waiting = [replace(wanted, so_far=tuple(completion_of(sample, wants_routing=True) for sample in record))
+               for wanted, record in zip(waiting, records, strict=True)]  # fmt: skip
+    with rollout_mode(policy):
+        engine.begin(1, 1)
+        for wanted in waiting:
+            engine.submit(wanted)
+        ended = [sample for group in drain(engine, waiting) for sample in group]
+    new = [(wanted, sample) for wanted, sample in zip(alone, ended, strict=True) if sample.policy_version == 1]
+    assert [sample for sample in ended if sample.policy_version == 0] == [sample for _, sample in old]
+    assert any(sample.older for _, sample in new)
+    assert_recorded(policy, one_rank, [wanted for wanted, _ in new], [(sample,) for _, sample in new])
+    kept = [sample.routing for sample in ended if sample.policy_version == 0]
+    assert all(torch.equal(known, sample.routing) for known, (_, sample) in zip(kept, old, strict=True))
+    with pytest.raises(AssertionError):  # what is finished has other experts than the newer weights would choose
+        assert_recorded(policy, one_rank, [wanted for wanted, _ in old], [(sample,) for _, sample in old])
 
 
 def test_an_answer_cut_at_a_stop_string(policy: PolicyModel, one_rank: ParallelGroups) -> None:

@@ -212,7 +212,7 @@ def test_lengths_are_learnt_of_what_was_needed(one_rank: ParallelGroups) -> None
 def test_every_request_asks_for_routing_where_it_is_wanted(one_rank: ParallelGroups) -> None:
     made = collector(Answers(good=""), one_rank)
     for wants in (False, True):
-        made.wants_routing = wants
+        made.factory = replace(made.factory, wants_routing=wants)
         asked = made.requests_of_this_rank(made.source.draw(3))
         assert [request.hints.wants_routing for request in asked] == [wants] * 3
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.groups import ParallelGroups
@@ -175,6 +176,22 @@ def test_what_no_longer_fits_is_dropped(
     factory = RequestFactory(SamplingParams(max_new_tokens=longest), 16)
     assert kept.requests(source(*tasks), factory, group_size) == []
     assert "1 of 1 unfinished groups are dropped" in caplog.text
+
+
+def test_finished_samples_wait_with_their_experts(one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture) -> None:
+    """A run without --rl-router-replay does not read them, and one with it needs them."""
+    wanting = replace(FACTORY, wants_routing=True)
+    experts = torch.tensor([[[0, 3]], [[2, 1]], [[255, 255]]], dtype=torch.uint8)
+    known = unfinished(one_rank, request(0, replace(sample(1, 7, ends=True), routing=experts), sample(2, 7)))
+    ((found,), (plain,)) = (known.requests(source("a"), factory, 2) for factory in (wanting, FACTORY))
+    assert torch.equal(found.so_far[0].routing, experts)
+    assert found.hints.wants_routing
+    assert [each.routing for each in (found.so_far[1], *plain.so_far)] == [None] * 3
+    without = request(0, sample(1, 7, ends=True), sample(2, 7))
+    unknown = unfinished(one_rank, without, request(1, sample(2, 7), sample(0, 7)))
+    (found,) = unknown.requests(source("a"), wanting, 2)
+    assert [each.finish_reason for each in found.so_far] == [None, None]
+    assert "1 of 2 unfinished groups are dropped" in caplog.text
 
 
 def test_lag_of_tokens_by_hand(one_rank: ParallelGroups) -> None:
