@@ -167,6 +167,7 @@ class FinishedGroups:
         if is_new:
             self.journal.add(request.index, self.groups[request.index])
 
+
     def give_back(self, index: int) -> dict[int, Rollout]:
         """Return the complete samples of a group, by their numbers, and forget them."""
         self.groups.pop(index, None)
@@ -177,20 +178,15 @@ class Records:
     """Groups between two steps, the same on all ranks, so that any number of ranks can go on with them."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
-        self._records = list(records)
-
-    @property
-    def records(self) -> list[Record]:
-        """A copy of the list."""
-        return list(self._records)
+        self.records = list(records)
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values, for a checkpoint."""
-        return {"groups": self.records}
+        return {"groups": list(self.records)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._records = list(state["groups"])
+        self.records = list(state["groups"])
 
 
 class ExtraGroups(Records):
@@ -198,16 +194,16 @@ class ExtraGroups(Records):
 
     def find(self, asked: list[Any]) -> Record | None:
         """Find the record of what was asked."""
-        return next((record for record in self._records if record["asked"] == asked), None)
+        return next((record for record in self.records if record["asked"] == asked), None)
 
     def drop_older(self, version: int) -> None:
         """Forget the groups with a token of weights before ``version``: their prompts are answered anew."""
-        self._records = [record for record in self._records if _oldest_version(record) >= version]
+        self.records = [record for record in self.records if _oldest_version(record) >= version]
 
     def turn_over(self, used: Sequence[SourcedTask], new: Sequence[Record]) -> None:
         """Forget the groups of prompts that a step has ``used``, and take in ``new`` ones; the same on all ranks."""
         gone = [_task_of(source) for source in used] + [record["asked"][:3] for record in new]
-        self._records = [record for record in self._records if record["asked"][:3] not in gone] + list(new)
+        self.records = [record for record in self.records if record["asked"][:3] not in gone] + list(new)
 
 
 # -- records -------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class PartialCollector(Collector):
     def commit(self, step: PartialStep) -> dict[str, float]:
         """See `Collector`."""
         metrics = super().commit(step)
-        self.unfinished.turn_over(step.unfinished)
+        self.unfinished.records = step.unfinished
         return metrics | staleness_metrics(step.groups, step.policy_version, self.groups.rollout_group) | {
             "training/groups_started": float(step.started),
             "training/groups_put_aside": float(len(step.unfinished)),
@@ -220,7 +220,7 @@ class UnfinishedGroups(Records):
     def requests(self, source: PromptSource, factory: RequestFactory, group_size: int) -> list[Request]:
         """Return what goes on, the oldest draws first, numbered from 0, without what no longer fits the run."""
         found: list[Request] = []
-        for record in self._records:
+        for record in self.records:
             environment, task_id, epoch, *_ = record["asked"]
             drawn = source.find(environment, task_id, epoch)
             if drawn is not None:
@@ -229,16 +229,12 @@ class UnfinishedGroups(Records):
                 request = replace(factory.request(drawn, group_size, len(found)), so_far=so_far, talks=talks)
                 if asked_of(request) == record["asked"] and _can_go_on(request, factory):
                     found.append(request)
-        if len(found) < len(self._records):
+        if len(found) < len(self.records):
             logger.warning(
                 "%d of %d unfinished groups are dropped: the task, --grpo-group-size, --rl-max-new-tokens or "
-                "--rl-router-replay is another one now", len(self._records) - len(found), len(self._records),
+                "--rl-router-replay is another one now", len(self.records) - len(found), len(self.records),
             )  # fmt: skip
         return found
-
-    def turn_over(self, records: Sequence[Record]) -> None:
-        """Let ``records`` go on in the next step."""
-        self._records = list(records)
 
 
 def gathered(goal: PartialGoal, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:

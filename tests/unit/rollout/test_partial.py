@@ -151,7 +151,7 @@ def unfinished(groups: ParallelGroups, *requests: Request) -> UnfinishedGroups:
     goal = PartialGoal([], due=set(), others=0, unfinished=list(requests))
     _, records = gathered(goal, [], groups.rollout_group)
     kept, resumed = UnfinishedGroups(), UnfinishedGroups()
-    kept.turn_over(records)
+    kept.records = records
     resumed.load_state_dict(kept.state_dict())
     return resumed
 
