@@ -152,7 +152,7 @@ def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -
     Layers recomputed as a whole keep their input S h, once a group, and one group at a time is alive in full. What is
     kept counts once for every micro-batch that a pipeline stage has begun: see `_in_flight`.
     Not in it: padding between sequences of different lengths, statistics of norms and softmax, gradients of
-    activations, and what only CPUs keep: the score matrices of short sequences and a second copy at an RMSNorm.
+    activations, and what only CPUs keep: the score matrices of short sequences.
     """
     kernels, tokens = config.kernels, config.padded_bin_size
     border = tokens // config.sequence_shares * config.model.hidden_size
