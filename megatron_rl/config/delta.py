@@ -17,7 +17,7 @@ _SIZES = (
     "linear_num_value_heads",
 )  # fmt: skip
 _PLAIN = {
-    "context_parallel_size": 1, "rl_share_prompts": False, "lora_rank": None,
+    "context_parallel_size": 1, "rl_share_prompts": False,
     "transformer_impl": "local", "rl_inference_engine": "rollout", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False, "add_qkv_bias": False, "multi_latent_attention": False, "window_size": None,
     "softmax_type": "vanilla", "sandwich_norm": False, "post_norm": False, "qk_layernorm_across_heads": False,
@@ -43,6 +43,9 @@ class DeltaConfig:
     """Number of key heads of the delta rule, e.g. 16."""
     linear_num_value_heads: int | None = flag(None, ge=1, le=65_536)
     """Number of value heads of the delta rule, e.g. 32; a multiple of the key heads."""
+    linear_joint_projections: bool = flag(False)
+    """The published model joins the delta rule's query, key, value and gate into one matrix, and its strength and decay
+    into another (Qwen3-Next); LoRA adapts these."""
     attention_output_gate: bool = flag(False)
     """Multiply the output of attention by a sigmoid of the layer's input."""
 

@@ -122,6 +122,7 @@ class Architecture:
     linear_value_head_dim: int | None = None
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
+    linear_joint_projections: bool = False
 
     @property
     def is_gated(self) -> bool:

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from megatron_rl.families.architecture import Architecture, ExpertShare
 from megatron_rl.families.parts import Linear, Parameter, Part, StateCache, norm
 
-DELTA_NAMES = {
-    f"self_attention.{ours}": f"linear_attn.{theirs}"
-    for ours, theirs in (
-        ("in_proj_qkv", "in_proj_qkv"), ("in_proj_z", "in_proj_z"), ("in_proj_b", "in_proj_b"),
-        ("in_proj_a", "in_proj_a"), ("conv1d", "conv1d"), ("A_log", "A_log"), ("dt_bias", "dt_bias"),
-        ("out_norm", "norm"), ("out_proj", "out_proj"),
+DELTA_NAMES = {"self_attention.out_norm": "linear_attn.norm"} | {
+    f"self_attention.{name}": f"linear_attn.{name}"
+    for name in (
+        "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log",
+        "dt_bias", "out_proj",
     )
 }  # fmt: skip
 
@@ -37,7 +36,11 @@ def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> I
     keys, values, heads = _sizes(model)
     key, value, share = model.linear_key_head_dim, *(size // model.linear_num_key_heads for size in (values, heads))
     in_turn = key, key, value
-    stripes = *(("in_proj_qkv", rows) for rows in in_turn), ("in_proj_z", value), ("in_proj_b", share)
+    if model.linear_joint_projections:
+        stripes = ("in_proj_qkvz", 2 * key + 2 * value), ("in_proj_ba", 2 * share)
+    else:
+        each = ("in_proj_z", value), ("in_proj_b", share), ("in_proj_a", share)
+        stripes = *(("in_proj_qkv", rows) for rows in in_turn), *each
     channels, outputs = 2 * keys + values, 2 * keys + 2 * values + 2 * heads
     yield Parameter(f"decoder.{name}.A_log", (heads,), "rows", ranks)
     yield Parameter(f"decoder.{name}.dt_bias", (heads,), "rows", ranks)
@@ -45,9 +48,7 @@ def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> I
         f"decoder.{name}.conv1d.weight", (channels, 1, model.linear_conv_kernel_dim), "rows", ranks,
         stripes=tuple(("conv1d", rows) for rows in in_turn),
     )  # fmt: skip
-    yield Linear(
-        f"{name}.in_proj", "column", outputs, model.hidden_size, ranks, stripes=(*stripes, ("in_proj_a", share))
-    )
+    yield Linear(f"{name}.in_proj", "column", outputs, model.hidden_size, ranks, stripes=stripes)
     yield Parameter(f"decoder.{name}.out_norm.weight", (model.linear_value_head_dim,))
     yield Linear(f"{name}.out_proj", "row", model.hidden_size, values, ranks)
 

@@ -73,9 +73,11 @@ class LowRank:
     @property
     def narrowest(self) -> tuple[str, int]:
         """The adapted matrix with the lowest possible rank, and that rank: the smaller of its width and height."""
-        rows = dict(self.linear.stripes) or {self.matrices[0]: self.linear.outputs}
-        times = self.linear.outputs // sum(rows.values())
-        return min(((name, min(rows[name] * times, self.linear.inputs)) for name in self.adapted), key=lambda it: it[1])
+        rows = dict.fromkeys(self.adapted, 0)
+        for place, count in self.owners:
+            if place >= 0:
+                rows[self.adapted[place]] += count
+        return min(((name, min(count, self.linear.inputs)) for name, count in rows.items()), key=lambda it: it[1])
 
 
 def adapters_of(layout: ModelLayout, lora: Lora) -> list[LowRank]:
@@ -103,7 +105,7 @@ def _matrices(layer: Layer) -> Iterator[tuple[Linear, tuple[str, ...]]]:
     names = ChainMap(*(dict(block.names) for block in blocks_of(layer.kind)))
     for linear in layer.linears:
         own = _own_name(linear)
-        yield linear, tuple(name for name, _ in linear.stripes) or (names.get(own, own),)
+        yield linear, tuple(dict(linear.stripes)) or (names.get(own, own),)
 
 
 def _adapted(linear: Linear, matrices: tuple[str, ...], targets: tuple[str, ...]) -> tuple[str, ...]:

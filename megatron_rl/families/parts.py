@@ -31,6 +31,8 @@ class Parameter:
     """The Hugging Face tensors that its rows are of, and how many rows of each, from top to bottom and then again.
 
     Empty: it is one tensor. Example: with 2 query heads of width 4 to a key, ``q_proj`` 8, ``k_proj`` 4, ``v_proj`` 4.
+    A tensor that is named twice has the rows of its first place in all turns before those of its second. Example, 2
+    turns of a 2, b 1, a 1: ``a0 a1 b0 a4``, then ``a2 a3 b1 a5``.
     """
     is_buffer: bool = False
     """It is not trained and always fp32, like a router's bias."""

@@ -36,7 +36,7 @@ def settings_of(directory: str | Path) -> dict[str, Any]:
     try:
         values = read_json(path)
         rank, alpha = int(values["r"]), float(values["lora_alpha"])
-        other = next((name for name, only in _ONLY.items() if values.get(name, only) not in (only, None)), None)
+        other = next((name for name, only in _ONLY.items() if values.get(name, only) not in (only, None, [])), None)
         if other is not None:
             raise ConfigError([f"{path}: {other} {shorten(values[other])} is not built, only {_ONLY[other]} is"])
         ending = _ENDINGS[0]

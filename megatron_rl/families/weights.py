@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -144,20 +144,10 @@ def _entry(parameter: Parameter, in_theirs: Callable[[str], str]) -> Entry:
         return Entry({in_theirs(parameter.name): parameter.shape})
     *path, module, last = parameter.name.split(".")
     stripes = [(in_theirs(".".join((*path, name, last))), rows) for name, rows in parameter.stripes]
-    return striped(parameter.shape, stripes)
-
-
-def striped(shape: tuple[int, ...], stripes: Sequence[tuple[str, int]]) -> Entry:
-    """Return what a parameter of ``shape`` consists of; its rows are of the ``stripes`` in turn, see `Parameter`.
-
-    What a tensor gives twice to a turn are two blocks of it. Example, 2 turns of (a, 2), (b, 1), (a, 1)::
-
-        a0 a1 b0 a4   a2 a3 b1 a5
-    """
-    height, *width = shape
+    height, *width = parameter.shape
     times = height // sum(rows for _, rows in stripes)
     ends: dict[str, int] = {}
-    turn = []
+    turn = []  # of what a tensor gives twice to a turn, all that comes first lies first
     for name, rows in stripes:
         turn.append((name, ends.get(name, 0), rows))
         ends[name] = ends.get(name, 0) + times * rows

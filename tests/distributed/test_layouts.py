@@ -86,6 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     "delta, recomputed": DELTA | RECOMPUTED,
     "delta, distributed": DELTA | {"use_distributed_optimizer": True},
     "delta, experts": DELTA_EXPERTS,
+    "lora, delta": LORA | DELTA,
     "prompts": PROMPTS,
     "prompts, fused": PROMPTS | FUSED,
     "prompts, experts": PROMPTS | EXPERTS,
@@ -136,7 +137,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ],
     ),
     "DP2": (2, {}, ["shared", "shared, overlaps", "delta, distributed"]),
-    "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora", "latent", "delta"]),
+    "TP2": (2, {"tensor_model_parallel_size": 2}, ["lora", "latent", "delta", "lora, delta"]),
     "TP2, sequence-parallel": (
         2, TENSOR,
         [

@@ -83,7 +83,7 @@ DELTA = {
 """Changes to `FLAGS`: two layers with a recurrent state, then gated attention, as in Qwen3.5."""
 DELTA_EXPERTS = DELTA | {
     "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40,
-    "moe_shared_expert_gate": True,
+    "moe_shared_expert_gate": True, "linear_joint_projections": True,
 }  # fmt: skip
 """Changes to `FLAGS`: all that Qwen3-Next has."""
 

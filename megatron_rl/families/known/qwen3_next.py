@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.weights import Entry, WeightMap, decoder_weights, striped
+from megatron_rl.families.weights import WeightMap, decoder_weights
 
 
 def _read(config: HfConfig) -> Architecture:
@@ -22,24 +22,13 @@ def _read(config: HfConfig) -> Architecture:
         moe_router_pre_softmax=not config.switch("norm_topk_prob", True),
         moe_shared_expert_intermediate_size=config.whole("shared_expert_intermediate_size"),
         moe_shared_expert_gate=True,
+        linear_joint_projections=True,
         **read_gated_delta(config),
     )
 
 
 def _weights(model: Architecture) -> WeightMap:
-    found = decoder_weights(model, {"shared_experts": "shared_expert"})
-    for layer, kind in enumerate(model.kinds):
-        if kind.mixer == "delta":
-            found[f"decoder.layers.{layer}.self_attention.in_proj.weight"] = _projection(layer, model)
-    return found
-
-
-def _projection(layer: int, model: Architecture) -> Entry:
-    """Two tensors, in which as in ours the rows of a key head lie together with those of its value heads."""
-    keys, share = model.linear_num_key_heads, model.linear_num_value_heads // model.linear_num_key_heads
-    rows = 2 * (model.linear_key_head_dim + share * model.linear_value_head_dim), 2 * share
-    names = (f"model.layers.{layer}.linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba"))
-    return striped((keys * sum(rows), model.hidden_size), tuple(zip(names, rows, strict=True)))
+    return decoder_weights(model, {"shared_experts": "shared_expert"})
 
 
 _SMALL = {

@@ -23,6 +23,7 @@ from megatron_rl.families.lora import Lora, adapters_of
 from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, current_groups, seed_everything
+from megatron_rl.registry import FAMILIES
 from megatron_rl.run.preflight.starts import adapter_problems, checkpoint_problems
 from megatron_rl.run.weights import Start, start_weights
 from megatron_rl.tensor_files import write_json
@@ -38,6 +39,10 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
 }  # fmt: skip
 LORA = ["--lora-rank", "4", "--lora-alpha", "8"]
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    return SIZES if family == "llama" else {**FAMILIES.get(family).examples[0], "vocab_size": VOCABULARY}
 
 
 def config_of(model: Path, *more: str, at: Path, problems: list[str] | None = None) -> RLConfig:
@@ -83,10 +88,15 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.fixture
-def run(tmp_path: Path, one_rank: ParallelGroups) -> tuple[Path, Path, torch.nn.Module, PolicyModel]:
+def run(
+    request: pytest.FixtureRequest, tmp_path: Path, one_rank: ParallelGroups
+) -> tuple[Path, Path, torch.nn.Module, PolicyModel]:
     """The base, a checkpoint of one update after random adapters, the base in transformers, and the policy."""
-    base = write_model(tmp_path / "base", "llama", SIZES)
-    config = config_of(tmp_path / "base", *LORA, at=tmp_path / "run")
+    family = getattr(request, "param", "llama")
+    base = write_model(tmp_path / "base", family, sizes_of(family))
+    # transformers stacks experts, and PEFT adapts these by any name of their matrices.
+    targets = ["--lora-targets", "attention"] if family == "qwen3_next" else []
+    config = config_of(tmp_path / "base", *LORA, *targets, at=tmp_path / "run")
     policy, start, checkpoints = started(config, one_rank)
     move_b(policy, one_rank, 0.1)
     start.optimization.start_again()
@@ -137,6 +147,7 @@ def test_another_base_is_refused(run: Any, one_rank: ParallelGroups, tmp_path: P
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.parametrize("run", ["llama", "qwen3_next", "qwen3_5_text"], indirect=True)
 def test_peft_reads_the_export_and_we_read_it_back(run: Any, one_rank: ParallelGroups, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -146,7 +157,8 @@ def test_peft_reads_the_export_and_we_read_it_back(run: Any, one_rank: ParallelG
     own = packed_logits(policy, batch)
     plain = reference_logits(model, batch)
     theirs = reference_logits(PeftModel.from_pretrained(model, tmp_path / "out").eval(), batch)
-    torch.testing.assert_close(own, theirs, rtol=0, atol=1e-4)
+    # The delta rule is less well conditioned than attention.
+    torch.testing.assert_close(own, theirs, rtol=0, atol=1e-3 if policy.layout.state_layers else 1e-4)
     assert (plain - theirs).abs().max() > 0.1
     config = config_of(base, "--load-lora", str(tmp_path / "out"), at=tmp_path / "new")
     assert not adapter_problems(config)
@@ -155,14 +167,23 @@ def test_peft_reads_the_export_and_we_read_it_back(run: Any, one_rank: ParallelG
     assert_same(trained_of(again), trained_of(policy))
 
 
-def test_what_peft_has_written_is_read(tmp_path: Path, one_rank: ParallelGroups) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ["q_proj", "v_proj", "up_proj", "o_proj"]),
+        ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"]),
+        ("qwen3_5_text", ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj"]),
+    ],
+)
+def test_what_peft_has_written_is_read(
+    tmp_path: Path, one_rank: ParallelGroups, family: str, targets: list[str]
+) -> None:
     """Of some matrices alone, with rsLoRA's alpha / sqrt(rank)."""
     from peft import LoraConfig, get_peft_model
 
-    model = write_model(tmp_path / "base", "llama", SIZES)
+    model = write_model(tmp_path / "base", family, sizes_of(family))
     theirs = get_peft_model(model, LoraConfig(
-        r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj", "o_proj"], init_lora_weights=False,
-        use_rslora=True,
+        r=3, lora_alpha=6, target_modules=targets, init_lora_weights=False, use_rslora=True,
     ))  # fmt: skip
     theirs.save_pretrained(tmp_path / "adapter")
     policy, *_ = started(config_of(tmp_path / "base", "--load-lora", str(tmp_path / "adapter"), at=tmp_path), one_rank)
