@@ -158,7 +158,10 @@ def test_no_clock_decides_and_every_prompt_is_accounted_for(runs, turns: int) ->
             assert 0 <= version - oldest <= LAG
         drawn += found.started
         refills += found.rounds - 1
-        put_back += sum(all(t["grade"] for t in r.get("talks", [{"grade": None}])) for r in found.unfinished)
+        with_grades = sum(all(t["grade"] for t in r.get("talks", [{"grade": None}])) for r in found.unfinished)
+        put_back += with_grades
+        if turns == 1:
+            assert at_once.judged == len(trained + equal) + with_grades, "a group was graded twice"
         waiting = [record["asked"][1] for record in found.unfinished]
         placed = trained + equal + waiting
         assert len(placed) == len(set(placed)) == drawn
