@@ -76,6 +76,7 @@ def test_a_run_stopped_in_every_way_and_resumed_is_the_undisturbed_one(workshop,
     assert differences(run_dir / LAST, whole / LAST) == []
 
 
+@pytest.mark.long  # test_command.py kills a rank under the command's launcher, test_kills.py resumes
 def test_a_killed_rank_takes_the_others_along_and_the_last_save_is_resumed(workshop, whole):
     run_dir, slow = workshop.run_dir("killed"), _environments(workshop, "killed", seconds=0.05)
     flags = {"train_iters": STEPS, "langrl_env_config": slow, "use_distributed_optimizer": True, "save_interval": 2}
