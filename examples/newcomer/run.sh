@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a new user would try first, as the documents say it: 33 tasks on a CPU, with models of a few kB.
+# What a new user would try first, as the documents say it: 37 tasks on a CPU, with models of a few kB.
 #
 #   bash examples/newcomer/run.sh [--run-dir DIR]
 #
@@ -185,18 +185,37 @@ two_seeds() {
     megatron-rl train --nproc 1 "${RL[@]}" --rl-policy-loss mine.py:Reinforce --seed 2 --run-dir loss2 &&
         says 'seed' megatron-rl compare loss loss2
 }
-flat_reward() { # every completion gets 0: exit code 3, and a line that says so
-    printf 'def none(completion, row):\n    return 0.0\n' > flat.py
-    sed 's/rewards.py:right/flat.py:none/' sums.yaml > flat.yaml
+flat() { # flat NAME BODY WORDS ..: a run with a reward function of this body: exit code 3, and a line that says WORDS
+    local name=$1 code
+    printf 'def reward(completion, row):\n    %s\n' "$2" > "$name.py"
+    sed "s/rewards.py:right/$name.py:reward/" sums.yaml > "$name.yaml"
     megatron-rl train --nproc 1 "${QUICK[@]}" --perform-rl-step "${SMALL[@]}" --tokenizer-model digits \
-        --langrl-env-config flat.yaml --run-dir flat > out.txt 2>&1
-    local code=$?; cat out.txt; [ $code = 3 ] && said 'reward variance' out.txt
+        --langrl-env-config "$name.yaml" --run-dir "$name" > out.txt 2>&1
+    code=$?; cat out.txt; [ $code = 3 ] && said 'reward variance' out.txt && said "$3" out.txt
+}
+flat_reward() { flat flat 'return 0.0' 'every reward was 0'; } # a grader that gives every completion 0
+too_hard() { # sums of 40 digits, which no completion of 8 tokens holds
+    flat hard 'return float(str(row["sum"] * 10**40) in completion)' 'every reward was 0'
+}
+too_easy() { flat easy 'return float(len(completion) >= 0)' 'the tasks are too easy'; } # every completion is right
+live_report() { # of a run that goes on: its status, and its curves after more steps
+    local words=(megatron-rl train --nproc 1 "${RL[@]}" --train-iters 100000 --eval-interval 2 --run-dir live)
+    setsid "${words[@]}" > live.txt 2>&1 & local pid=$!
+    until [ -s live/report.html ]; do kill -0 $pid || { cat live.txt; return 1; }; sleep 0.5; done
+    said '"status":"running"' live/report.html && said 'of 100000' live/report.html && megatron-rl report live &&
+        said '"status":"running"' live/report.html
+    local verdict=$?; kill -INT $pid && wait $pid; return $verdict
+}
+wandb_offline() {
+    megatron-rl train --nproc 1 "${RL[@]}" --wandb-project newcomer --wandb-mode offline --run-dir offline &&
+        ls offline/wandb/wandb/offline-run-*/run-*.wandb
 }
 
 TASKS=(doctor own_environment supervised_start grpo_two_ranks stop_and_resume five_mistakes estimate
     own_data_set own_loss own_advantage compare_runs report evaluate evaluate_all from_hugging_face to_hugging_face chat
     generate chat_control eight_bits ppo slurm_script words_of_trl python_api
-    one_line adapters serve replay translate dynamic_sampling tools two_seeds flat_reward)
+    one_line adapters serve replay translate dynamic_sampling tools two_seeds flat_reward
+    too_hard too_easy live_report wandb_offline)
 passed=0 began=$SECONDS
 for task in "${TASKS[@]}"; do
     start=$SECONDS verdict=ok

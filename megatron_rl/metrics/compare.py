@@ -160,6 +160,7 @@ def draw(path: Path, curves: Sequence[tuple[Chart, Sequence[Series]]]) -> None:
         figure = Figure(figsize=(15, 3 * rows + 0.6), layout="constrained")
         for place, (chart, lines) in enumerate(curves, start=1):
             axis = figure.add_subplot(rows, 3, place, title=chart.title, yscale=chart.scale, xlabel="step")
+            axis.xaxis.get_major_locator().set_params(integer=True)
             for line in lines:
                 band = (line.low or line.values, line.values, line.high or line.values)
                 low, mean, high = np.array(band, dtype=float)  # of None nan, which is not drawn

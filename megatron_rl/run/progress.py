@@ -84,13 +84,13 @@ class Progress:
 
 
 def note_signal(progress: Progress, metrics: Mapping[str, float], config: RLConfig) -> None:
-    """Book a step by its metrics; warns once for each stretch of `PATIENCE` steps or more."""
+    """Book a step by its metrics; warns once for each stretch of `PATIENCE` steps or, of a shorter run, of all steps."""
     without = metrics.get("training/groups_with_signal") == 0
     progress.steps_without_signal = progress.steps_without_signal + 1 if without else 0
-    if progress.steps_without_signal == PATIENCE:
+    if progress.steps_without_signal == min(PATIENCE, config.training.train_iters):
         logger.warning(
             "no group had reward variance for %d steps in a row, so there was nothing to learn; in the last one %s",
-            PATIENCE, likely_reason(metrics, config),
+            progress.steps_without_signal, likely_reason(metrics, config),
         )  # fmt: skip
 
 

@@ -30,6 +30,14 @@ def test_three_steps_in_a_row_are_told_of_once(caplog) -> None:
     assert caplog.text.count("no group had reward variance") == 2
 
 
+def test_a_run_of_two_steps_says_why_it_learnt_nothing(caplog) -> None:
+    progress = Progress()
+    for _ in range(2):
+        assert caplog.text == ""
+        note_signal(progress, step(0, 1.0, 1.0), tiny_config(train_iters=2))
+    assert "for 2 steps in a row" in caplog.text and "the tasks are too easy" in caplog.text
+
+
 def test_supervised_steps_have_no_groups(caplog) -> None:
     note(Progress(), *[{"train/loss": 1.0}] * 4)
     assert caplog.text == ""
