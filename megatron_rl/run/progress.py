@@ -84,7 +84,7 @@ class Progress:
 
 
 def note_signal(progress: Progress, metrics: Mapping[str, float], config: RLConfig) -> None:
-    """Book a step by its metrics; warns once for each stretch of `PATIENCE` steps or, of a shorter run, of all steps."""
+    """Book a step by its metrics; warns once for each stretch of `PATIENCE` steps, or of all steps of a shorter run."""
     without = metrics.get("training/groups_with_signal") == 0
     progress.steps_without_signal = progress.steps_without_signal + 1 if without else 0
     if progress.steps_without_signal == min(PATIENCE, config.training.train_iters):
