@@ -85,7 +85,7 @@ def test_a_model_too_large_for_a_rank_is_laid_over_several(
     with pytest.raises(ConfigError, match="no layout of 2 ranks fits"):
         tensor_and_data(1)
     with pytest.raises(ConfigError, match="does not fit"):
-        tensor_and_data(5, "--tensor-model-parallel-size", "1")  # what is typed holds
+        tensor_and_data(5, "--pipeline-model-parallel-size", "1")  # whoever types a size lays the model out
 
 
 def test_demonstrations_need_no_reward() -> None:
