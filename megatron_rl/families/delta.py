@@ -45,7 +45,7 @@ def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> I
     yield Parameter(f"decoder.{name}.A_log", (heads,), "rows", ranks)
     yield Parameter(f"decoder.{name}.dt_bias", (heads,), "rows", ranks)
     yield Parameter(
-        f"decoder.{name}.conv1d.weight", (channels, 1, model.linear_conv_kernel_dim), "rows", ranks,
+        f"decoder.{name}.short_conv.weight", (channels, 1, model.linear_conv_kernel_dim), "rows", ranks,
         stripes=tuple(("conv1d", rows) for rows in in_turn),
     )  # fmt: skip
     yield Linear(f"{name}.in_proj", "column", outputs, model.hidden_size, ranks, stripes=stripes)

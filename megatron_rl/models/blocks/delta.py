@@ -76,8 +76,9 @@ class DeltaNet(MegatronModule):
         self.dt_bias = torch.nn.Parameter(torch.ones(self.heads[1], **made))
         channels *= self.heads[0]
         kernel = config.linear_conv_kernel_dim
-        self.conv1d = torch.nn.Conv1d(channels, channels, kernel, groups=channels, bias=False, **made)
-        for parameter in (self.A_log, self.dt_bias, self.conv1d.weight):
+        # Not "conv1d": in checkpoints of 2026-11-26 that tensor has its rows in another order, and must not be read.
+        self.short_conv = torch.nn.Conv1d(channels, channels, kernel, groups=channels, bias=False, **made)
+        for parameter in (self.A_log, self.dt_bias, self.short_conv.weight):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         linear = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
         linear["tp_group"] = self._ranks
@@ -97,7 +98,7 @@ class DeltaNet(MegatronModule):
         """Compute ``hidden_states`` [T, 1, hidden] of a `PackedPlan`, under sequence parallelism this rank's tokens."""
         plan = packed_seq_params
         if plan.recurrent is None:
-            plan.recurrent = Chunks.of(plan.lengths, self.conv1d.kernel_size[0] - 1, hidden_states.device)
+            plan.recurrent = Chunks.of(plan.lengths, self.short_conv.kernel_size[0] - 1, hidden_states.device)
         mixed = call_linear(self.in_proj, hidden_states)[0][:, 0]
         # Of a token it would keep some twenty times what the projection gives, so it is computed again, always.
         given = mixed, plan.recurrent
@@ -110,7 +111,7 @@ class DeltaNet(MegatronModule):
     def _through(self, mixed: torch.Tensor, chunks: Chunks) -> torch.Tensor:
         """What `in_proj` gives, [T, ..] -> what `out_proj` takes."""
         inputs, gate, strength, decay = self._split(mixed)
-        turned, _ = convolved(inputs, self.conv1d.weight, chunks)
+        turned, _ = convolved(inputs, self.short_conv.weight, chunks)
         output, _ = delta_rule(self._inputs(turned, strength, decay), chunks)
         return self._gated(output, gate)
 
@@ -137,7 +138,7 @@ class DeltaNet(MegatronModule):
     ) -> dict[str, Any]:
         """Describe the tensors for ``dist_checkpointing``: tensor-parallel ranks have a share of the heads each."""
         described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        names = "A_log", "dt_bias", "conv1d.weight"
+        names = "A_log", "dt_bias", "short_conv.weight"
         own = {name: values for name, values in self.state_dict(keep_vars=True).items() if name in names}
         return described | cut_by_heads(own, prefix, sharded_offsets)
 
@@ -154,7 +155,7 @@ class DeltaMixer(Block, DeltaNet):
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         mixed, _ = call_linear(self.in_proj, normed)
         inputs, gate, strength, decay = self._split(mixed)
-        states, weight = plan.states(self.layer_number), self.conv1d.weight
+        states, weight = plan.states(self.layer_number), self.short_conv.weight
         if states.chunks is None:
             turned = convolved_step(inputs, weight, states.past, states.alive)
             output = delta_step(self._inputs(turned, strength, decay), states.memory, states.alive)

@@ -51,7 +51,7 @@ def built(policy: PolicyModel) -> dict[str, Any]:
 def cache_of(attention: torch.nn.Module) -> list[int]:
     """Heads, and the widths of keys and values; of a state also channels and taps."""
     if isinstance(attention, DeltaMixer):
-        channels, _, kernel = attention.conv1d.weight.shape
+        channels, _, kernel = attention.short_conv.weight.shape
         return [len(attention.A_log), *attention.widths, channels, kernel - 1]
     if isinstance(attention, LatentAttention):
         latent = attention.kv_layernorm.weight.numel()
