@@ -87,7 +87,7 @@ def note_signal(progress: Progress, metrics: Mapping[str, float], config: RLConf
     """Book a step by its metrics; warns once for each stretch of `PATIENCE` steps, or of all steps of a shorter run."""
     without = metrics.get("training/groups_with_signal") == 0
     progress.steps_without_signal = progress.steps_without_signal + 1 if without else 0
-    if progress.steps_without_signal == min(PATIENCE, config.training.train_iters):
+    if progress.steps_without_signal == min(PATIENCE, config.total_steps):
         logger.warning(
             "no group had reward variance for %d steps in a row, so there was nothing to learn; in the last one %s",
             progress.steps_without_signal, likely_reason(metrics, config),
