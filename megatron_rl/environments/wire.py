@@ -139,8 +139,10 @@ def group_to_json(task: Task, transcripts: Sequence[Transcript]) -> dict[str, An
 def group_from_json(value: object, where: str = "group") -> tuple[Task, list[Transcript]]:
     """Return the task and the answers of a group that is graded together."""
     task, spoken = task_from_json(read_key(value, "task", dict, where), f"{where}.task"), f"{where}.transcripts"
-    answers = enumerate(read_key(value, "transcripts", list, where))
-    return task, [_transcript(answer, f"{spoken}[{index}]") for index, answer in answers]
+    answers = read_key(value, "transcripts", list, where)
+    if not answers:  # the pool of graders reads from the first result how a group ended
+        raise WireError(f"{spoken} is empty; a group has at least one answer")
+    return task, [_transcript(answer, f"{spoken}[{index}]") for index, answer in enumerate(answers)]
 
 
 def run_to_json(run: HarnessRun) -> dict[str, Any]:

@@ -42,6 +42,16 @@ def test_address_file_is_private(server):
     assert [name for name in os.listdir(server.address_file.parent) if name.startswith(".")] == []
 
 
+def test_a_group_without_answers_is_refused_and_the_next_one_graded(call):
+    task = {"id": "1", "prompt": "?", "data": {}}
+    answers = [{"text": text, "finish_reason": "stop", "num_tokens": 1} for text in ("a", "b")]
+    path = "/v1/environments/distinct/grade_group"
+    status, refused = call("POST", path, {"task": task, "transcripts": []})
+    assert (status, refused["message"]) == (422, "group.transcripts is empty; a group has at least one answer")
+    status, graded = call("POST", path, {"task": task, "transcripts": answers})
+    assert (status, len(graded["results"])) == (200, 2)
+
+
 def test_listing(call):
     _, answer = call("GET", "/v1/environments")
     assert [item["name"] for item in answer["items"]] == ["arithmetic", "steady", "rewards", "distinct", "bad_rows"]
