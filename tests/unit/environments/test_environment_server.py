@@ -49,7 +49,7 @@ def test_a_group_without_answers_is_refused_and_the_next_one_graded(call):
     status, refused = call("POST", path, {"task": task, "transcripts": []})
     assert (status, refused["message"]) == (422, "group.transcripts is empty; a group has at least one answer")
     status, graded = call("POST", path, {"task": task, "transcripts": answers})
-    assert (status, len(graded["results"])) == (200, 2)
+    assert (status, len(graded["items"])) == (200, 2)
 
 
 def test_listing(call):
