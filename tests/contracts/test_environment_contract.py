@@ -29,6 +29,7 @@ ALLOWED_IMPORTS = {
     "megatron_rl.environments.grading",
     "megatron_rl.environments.grading.unit_tests",
     "megatron_rl.environments.judging",
+    "megatron_rl.environments.ranking",
     "megatron_rl.environments.rewards",
     "megatron_rl.environments.tools",
     "megatron_rl.errors",

@@ -261,9 +261,11 @@ def of_all_ranks(folder: Path, case: str, world_size: int) -> dict[str, dict[str
     return together
 
 
-def assert_equal(found: Found, on_one_rank: Found, without: frozenset[str] = frozenset()) -> None:
-    """Metrics but those of ``without`` within 1e-4, gradients within 2e-5 of the largest of their parameter, all others
-    within 2e-5."""
+def assert_equal(
+    found: Found, on_one_rank: Found, without: frozenset[str] = frozenset(), tolerance: float = TOLERANCE
+) -> None:
+    """Metrics but those of ``without`` within 1e-4, weights and values within the ``tolerance``, gradients within it of
+    the largest of their parameter, log-probs within twice of it."""
     (metrics, tensors), ((wanted,), expected) = found, on_one_rank
     assert all(rank == metrics[0] for rank in metrics)
     for own, one in zip(metrics[0], wanted, strict=True):
@@ -276,8 +278,10 @@ def assert_equal(found: Found, on_one_rank: Found, without: frozenset[str] = fro
         assert named.keys() == expected[kind].keys()
         for name, values in named.items():
             difference = (values - expected[kind][name]).abs().max().item()
-            scale = expected[kind][name].abs().max().clamp_min(1e-2).item() if "gradients" in kind else 1.0
-            assert difference <= TOLERANCE * scale, f"{kind} of {name}"
+            scale = 2.0 if kind == "logprobs" else 1.0  # of up to 20 nats, by weights that differ by so much
+            if "gradients" in kind:
+                scale = expected[kind][name].abs().max().clamp_min(1e-2).item()
+            assert difference <= tolerance * scale, f"{kind} of {name}"
 
 
 class Results:
@@ -319,4 +323,6 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 )
 def test_as_on_one_rank(results: Results, layout: str, case: str) -> None:
     without = NOT_SHARED if CASES[case].get("rl_share_prompts") else frozenset()
-    assert_equal(results.of(layout, case), results.of(None, REFERENCE.get(case, case)), without)
+    # The delta rule is less well conditioned than attention: docs/measurements/families.md.
+    tolerance = 5e-5 if case.startswith("delta") else TOLERANCE
+    assert_equal(results.of(layout, case), results.of(None, REFERENCE.get(case, case)), without, tolerance)

@@ -143,7 +143,11 @@ def _main(job: Path) -> None:
 
     # It costs a Python process: the commands share what was found in a list that they share.
     inputs.survey_list = functools.cache(inputs.survey_list)
-    _share_servers()
+    with _shared_servers():
+        _run_all(job)
+
+
+def _run_all(job: Path) -> None:
     rank = os.environ["RANK"]
     for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
@@ -159,7 +163,8 @@ def _main(job: Path) -> None:
         (job.parent / f"{index}.{rank}.code").write_text(str(code))
 
 
-def _share_servers() -> None:
+@contextlib.contextmanager
+def _shared_servers() -> Iterator[None]:
     """Let commands that name the same list share its server: starting one takes as long as a short run."""
     from megatron_rl.run import environments
 
@@ -171,11 +176,16 @@ def _share_servers() -> None:
         key = (config_path, listed.read_text() if listed.is_file() else "", *options.items())
         if key not in started or started[key].fault is not None:
             started[key] = start(config_path, directory, **options).__enter__()
-        address = Path(directory) / "environment_server.json"
-        if not address.exists():
-            address.parent.mkdir(parents=True, exist_ok=True)
-            address.symlink_to(started[key].address_file)
-        yield started[key]
+        address = Path(os.path.realpath(directory)) / "environment_server.json"
+        if address == started[key].address_file:
+            yield started[key]
+            return
+        address.parent.mkdir(parents=True, exist_ok=True)
+        address.symlink_to(started[key].address_file)
+        try:
+            yield started[key]
+        finally:
+            address.unlink()
 
     def counted(*server: Any) -> Any:
         counters = count(*server)
@@ -183,6 +193,9 @@ def _share_servers() -> None:
         return counters
 
     environments.EnvironmentServerProcess, environments.EnvironmentCounters = shared, counted
+    yield
+    for server in started.values():
+        server.__exit__()
 
 
 def _train(argv: list[str], agreed: Path) -> int:
