@@ -45,7 +45,7 @@ class Registry(Generic[T]):
     def __init__(self, what: str, package: str, defines: str) -> None:
         self.what, self.package, self.defines = what, package, defines
         self._folder = Path(__file__).parents[1] / package.replace(".", "/")
-        self._found: dict[str, T] = {}
+        self._found: dict[str, ModuleType] = {}
 
     def names(self) -> tuple[str, ...]:
         """List the names, sorted and spelt as their files."""
@@ -53,23 +53,22 @@ class Registry(Generic[T]):
         return tuple(path.stem for path in paths if path.stem != "__init__" and self.defines in _definitions(path))
 
     def get(self, name: str) -> T:
-        """Import an extension, once if named; ``ConfigError`` names the value, what there is and the nearest."""
-        if name in self._found:  # a parser is asked for by every turn of a conversation
-            return self._found[name]
+        """Import an extension; ``ConfigError`` names the value, what there is and the nearest."""
         module, wanted = self.module(name), name.rpartition(":")[2] if ":" in name else self.defines
         if wanted not in vars(module):
             raise ConfigError([f"{self.what} {shorten(name)}: its file defines no {unknown(wanted, vars(module))}"])
-        if ":" not in name:
-            self._found[name] = vars(module)[wanted]
         return vars(module)[wanted]
 
     def module(self, name: str) -> ModuleType:
-        """Import the module of an extension; raises as `get`."""
+        """Import the module of an extension, of a name once; raises as `get`."""
+        if name in self._found:  # a parser is asked for by every turn of a conversation
+            return self._found[name]
         if ":" not in name:
             wanted, known = name.replace("-", "_"), self.names()
             if wanted not in known:
                 raise ConfigError([f"there is no {self.what} {unknown(name, known)}"])
-            return importlib.import_module(f"{self.package}.{wanted}")
+            self._found[name] = importlib.import_module(f"{self.package}.{wanted}")
+            return self._found[name]
         try:
             return import_reference(name.rpartition(":")[0])
         except (Exception, SystemExit) as error:
