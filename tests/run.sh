@@ -3,8 +3,7 @@
 #
 #   bash tests/run.sh [pytest arguments]     bash tests/run.sh --long     also the tests that take minutes
 #
-# Three processes share the tests, a file each at a time: on two cores, as a third of a run's time is waiting. On a GPU, whose
-# memory the tests measure, one runs all. -n changes it.
+# Two processes share the tests, a file each at a time; on a GPU, whose memory they measure, one runs all. -n changes it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/setup.sh test
@@ -13,7 +12,7 @@ ruff check .
 lint-imports --no-cache
 python -m tools.budgets
 python -m megatron_rl.config.reference --check
-workers=3
+workers=2
 [ -e /dev/nvidiactl ] && workers=0
 # In the order of their folders: runs of many processes come early, so that no long file is left over at the end.
 exec python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 20 "$@"
