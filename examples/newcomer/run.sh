@@ -124,7 +124,7 @@ slurm_script() { # of a job of 2 nodes x 8 GPUs: srun would start them, this one
 }
 words_of_trl() {
     refused megatron-rl check --model tiny --learning-rate 1e-6 --num-generations 8 &&
-    for flag in --load-hf --lr --grpo-group-size; do said "$flag" out.txt || return 1; done
+    for flag in --data --lr --grpo-group-size; do said "$flag" out.txt || return 1; done
 }
 python_api() {
     cat > api.py <<'PYTHON'

@@ -86,13 +86,12 @@ def full_flags(words: Sequence[str]) -> tuple[Ranks, list[str]]:
     """
     ranks, rest = read_ranks(words)
     asked, rest = take(FirstRun, rest)
-    if problems := _missing(asked):
+    given = ["--load-hf", asked.model] if asked.model else []
+    reading = read_flags([*given, *rest])
+    unread = [Problem(each.flag, each.text.replace("--load-hf", "--model")) for each in reading.problems]
+    if problems := [*_missing(asked), *unread]:
         raise ConfigError(problems)
     options = {"path": asked.data, **_rewards(asked.reward), **_values(asked.data_args)}
-    given = ["--load-hf", asked.model]
-    reading = read_flags([*given, *rest])
-    if reading.problems:
-        raise ConfigError([Problem(each.flag, each.text.replace("--load-hf", "--model")) for each in reading.problems])
     ranks, machine = find_machine(ranks, any(word.startswith("--nproc") for word in words))
     config = resolve(reading.config, ranks.world_size)
     if config.tokenizer.tokenizer_model is None:

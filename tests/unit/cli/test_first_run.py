@@ -132,3 +132,12 @@ def test_what_is_wrong_is_a_line_each(words: list[str], lines: list[str], capsys
     head, *found = capsys.readouterr().err.splitlines()
     assert head.startswith(f"{len(lines)} problem(s)")
     assert all(line in text for line, text in zip(lines, found, strict=True)), found
+
+
+def test_what_is_missing_and_what_is_unknown_are_told_together() -> None:
+    with pytest.raises(ConfigError) as refused:
+        first_run.full_flags(["--data", "x.jsonl", "--sft", "--learning-rate", "1e-6"])
+    lines = [problem.text for problem in refused.value.problems]
+    assert [line.partition(";")[0].partition(":")[0] for line in lines] == [
+        "--model is missing", "--learning-rate is not a flag",
+    ]  # fmt: skip
