@@ -194,7 +194,7 @@ class _Worker:
         """Has the worker grade; from here on its deadline counts."""
         self.job, self._begun, self._computed = job, time.monotonic(), self._processor_seconds()
         self.ends = self._begun + job["deadline_s"]
-        with contextlib.suppress(OSError):  # it is dead, which ``result`` finds
+        with contextlib.suppress(OSError):  # it is dead, which ``results`` finds
             send(self.channel, job["request"])
 
     def is_late(self) -> bool:
@@ -212,12 +212,15 @@ class _Worker:
 
     def results(self) -> list[Grade]:
         """Return what the worker answers, or that it is late or dead: one result, of a group one a sample."""
-        count = len(self.job["request"].get("transcripts", (None,)))
+        count = _samples_of(self.job["request"])
         try:
             if not self.channel.poll(0):
                 what = "grade" if self.folder is None else "reward"
                 return [failed("timeout", f"no {what} within {self.job['deadline_s']:g} s")] * count
-            return list(map(result_from_json, receive(self.channel)))
+            rows = receive(self.channel)
+            if not isinstance(rows, list) or len(rows) != count:  # an author's code may have found the channel
+                raise ValueError("it answered with something else than its results")
+            return list(map(result_from_json, rows))
         except (EOFError, OSError, ValueError) as error:
             return [failed("worker_died", str(error))] * count
 
@@ -261,7 +264,6 @@ def _work(channel: Connection) -> None:
 
 def _answer(request: Mapping[str, Any]) -> list[Grade]:
     """The results of one request, whatever the grader does short of killing the process."""
-    count = len(request.get("transcripts", (None,)))
     try:
         served = dumps(request["mcp"]) if "mcp" in request else ""
         environment = _environment(request["environment"], dumps(request["options"]), served)
@@ -275,10 +277,15 @@ def _answer(request: Mapping[str, Any]) -> list[Grade]:
         else:
             results = [judge(environment, item_from_json(request))]
     except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt, raised by an author's code
-        results = [failed("environment_exception", f"{type(error).__name__}: {error}")] * count
+        results = [failed("environment_exception", f"{type(error).__name__}: {error}")] * _samples_of(request)
     if any(each.message.startswith("MemoryError") for each in results):
         os._exit(OUT_OF_MEMORY)
     return results
+
+
+def _samples_of(request: Mapping[str, Any]) -> int:
+    """How many results answer a request: one, or one for each answer of a group."""
+    return len(request.get("transcripts", (None,)))
 
 
 _class = lru_cache(maxsize=64)(find_environment)

@@ -69,6 +69,9 @@ def test_ten_hangs_in_160_lose_no_good_item(pool):
         ("kill", "killed by SIGKILL"),
         ("os_exit", "exited with status 7"),
         ("memory", "exited with status 99"),
+        ("say_null", "it answered with something else than its results"),
+        ("say_nothing", "it answered with something else than its results"),
+        ("say_two", "it answered with something else than its results"),
     ],
 )
 def test_a_worker_that_dies_twice_is_an_error_of_its_item_alone(pool, fault, how):
