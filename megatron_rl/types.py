@@ -112,6 +112,8 @@ class Grade:
     """`Step.turn_reward` of the turn that was judged."""
     completion_rewards: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     """Of a harness: rewards of single answers by the ``id`` of their completion, added to ``reward``."""
+    agent_rewards: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Of a harness with several agents: what each is trained with, by name. ``reward`` is then of evaluations alone."""
 
     @property
     def failed(self) -> bool:
@@ -308,6 +310,8 @@ class Rollout:
     prompt_ids: tuple[int, ...] | None = None
     """The harness's own; None: the group's."""
     branches: tuple[Branch, ...] = ()
+    agents: tuple[str, ...] = ()
+    """The agent of each sequence, ascending; empty of a sample without agents."""
 
     @property
     def completions(self) -> tuple[Completion, ...]:

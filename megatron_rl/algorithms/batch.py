@@ -6,13 +6,14 @@ at their token's index.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_type_hints
 
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.agents import AgentRows
 from megatron_rl.algorithms.context import Share
 
 LOG_RATIO_LIMIT = 20.0
@@ -49,6 +50,13 @@ class StepRewards:
     """Of the policy at the beginning of the step: how many steps have changed it."""
     turns: TurnRewards | None = None
     """With --rl-turn-discount."""
+    agents: AgentRows | None = None
+    """Where samples have several agents: index n is then what one agent did in one sample."""
+
+    @property
+    def informative_tasks(self) -> Tensor:
+        """[tasks] bool: those with an informative group."""
+        return self.informative if self.agents is None else self.agents.by_task(self.informative)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +110,10 @@ class Sample:
     """Of the sample in the step; ties it to its rows in the rollout records."""
     sequence: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
     """Number among the sample's sequences; number 0 is always there."""
+    first_sequence: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
+    """Number of the first sequence of its agent, which is always there, too; 0 without agents."""
     tokens_elsewhere: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
-    """Tokens that the policy wrote in the sample's other sequences, wherever these are."""
+    """Tokens that the policy wrote in the sample's (of its agents: this one's) other sequences, wherever these are."""
     truncated: Annotated[bool | Tensor, FieldSpec(torch.bool, per_token=False)] = False
     """The sequence was cut at its length limit."""
     turn: Annotated[Tensor | None, FieldSpec(torch.int64, padding=-1)] = None
@@ -232,6 +242,12 @@ class TokenBatch(LossInputs):
         return self.critic.values
 
     @property
+    def rows(self) -> Sequence[int]:
+        """The index in ``step`` of each sequence; dummies are left out."""
+        ids, agents = self.samples.sample_id, self.step and self.step.agents
+        return ids if agents is None else agents.rows(ids, self.samples.first_sequence.tolist())
+
+    @property
     def versions(self) -> Tensor:
         """See `Sample.versions`, [T]."""
         return self.samples.versions
@@ -250,7 +266,7 @@ class TokenBatch(LossInputs):
             if self.samples.turn is None:  # a batch without loss
                 return torch.zeros_like(self.loss_mask)
             return torch.cat([values.float(), torch.zeros(1)]).to(self.loss_mask.device)[self.samples.turn]
-        own = values[torch.tensor(self.samples.sample_id, dtype=torch.int64)].float()
+        own = values[torch.tensor(self.rows, dtype=torch.int64)].float()
         own = torch.cat([own, own.new_zeros(len(self.packing.lengths) - own.numel())])
         return own.to(self.sequence_index.device)[self.sequence_index]
 
@@ -286,7 +302,7 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     =================  ===============================  ==========================================
 
     A sample of several sequences has the weight of one: all its tokens count, and its first sequence counts it in the
-    denominator.
+    denominator. Of several agents each one's part is a sample here.
 
     Args:
         kind: the reduction.
@@ -300,7 +316,7 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     if kind == "token-mean":
         return in_loss.float(), in_loss.sum()
     lengths = batch.sample_tokens()
-    samples = ((lengths > 0) & (batch.samples.sequence == 0)).sum()
+    samples = ((lengths > 0) & (batch.samples.sequence == batch.samples.first_sequence)).sum()
     if kind == "constant":
         return in_loss.float() / constant, samples
     return torch.where(in_loss, 1 / lengths.clamp_min(1)[batch.sequence_index], 0.0), samples

@@ -22,8 +22,9 @@ from megatron_rl.endpoint.fields import ApiError, refuse
 from megatron_rl.endpoint.metrics import Metrics
 from megatron_rl.endpoint.options import Options
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest
-from megatron_rl.endpoint.sessions import PlannedCall, Session, SessionEnd
+from megatron_rl.endpoint.sessions import PlannedCall, Session, SessionEnd, of_agents
 from megatron_rl.endpoint.shaping import Shaping
+from megatron_rl.environments.agents import MAIN, MOST, name_problem
 from megatron_rl.errors import MegatronRLError, TextTooLong, one_line, shorten
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion
@@ -56,7 +57,8 @@ class PendingCalls:
         """``put`` hands a call to the engine's thread; ``drop`` says that a call needs no answer."""
         self.tokenizer, self.limits, self.metrics = tokenizer, limits, metrics
         self._put, self._drop = put, drop
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, dict[str, Session]] = {}
+        """The open ones by id: a sample's agents by name, of which ``main`` is always there."""
         self._parsers: dict[str, str] = {}
         """Of tool calls, by environment."""
         self._pending: dict[int, PendingCall] = {}
@@ -82,22 +84,35 @@ class PendingCalls:
     async def open_session(self, environment: str) -> str:
         """Return the id of a new session."""
         session_id = secrets.token_urlsafe(12)
-        self._sessions[session_id] = Session(environment, self.tokenizer, session_id)
+        self._sessions[session_id] = {MAIN: Session(environment, self.tokenizer, session_id)}
         return session_id
 
     async def close_session(self, session_id: str) -> SessionEnd:
         """Answer its pending calls with 410."""
-        session = self._sessions.pop(session_id)
-        self._fail(_session_over(), [pending for pending in self._pending.values() if pending.session is session])
-        return await self.in_text_thread(session.end)
+        agents = self._sessions.pop(session_id)
+        self._fail(_session_over(), [pending for pending in self._pending.values() if pending.session.id == session_id])
+        return of_agents({name: await self.in_text_thread(session.end) for name, session in agents.items()})
 
-    def session(self, session_id: str | None) -> Session:
-        """Return an open one. A call without a session is the only one of its own."""
-        if session_id is None:
+    def session(self, address: str | None) -> Session:
+        """Return an open one by its id, or by ``ID/AGENT``. A call without a session is the only one of its own.
+
+        Raises:
+            ApiError: it is not open, or has no place for an agent of that name.
+        """
+        if address is None:
             return Session("", self.tokenizer)
-        if session_id not in self._sessions:
+        session_id, _, agent = address.partition("/")
+        agents = self._sessions.get(session_id)
+        if agents is None:
             raise _session_over()
-        return self._sessions[session_id]
+        if (agent or MAIN) not in agents:
+            problem = name_problem(agent)
+            if len(agents) == MOST:
+                problem = problem or f"{agent!r} is one agent too many: a sample has up to {MOST}, main among them"
+            if problem:
+                raise ApiError(400, "invalid_value", problem, "agent")
+            agents[agent] = agents[MAIN].of_agent(agent)
+        return agents[agent or MAIN]
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -108,14 +123,14 @@ class PendingCalls:
             raise ApiError(404, "model_not_found", known, "model")
 
     async def ask_chat(
-        self, session_id: str | None, request: ChatRequest, on_progress: OnProgress | None
+        self, address: str | None, request: ChatRequest, on_progress: OnProgress | None
     ) -> list[PendingCall]:
         """Hand over the calls of ``request``, one a choice.
 
         Raises:
             ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
         """
-        session = self.session(session_id)
+        session = self.session(address)
         parser = await self.in_text_thread(self._parser, session.environment) if request.tools else ""
         drawing = await self.in_text_thread(self._shaping.of_chat, request, parser, session.id is not None)
         # No other call of its conversation has these ids, and they are the same in each run.
@@ -130,10 +145,10 @@ class PendingCalls:
         return await self._ask(session, options, "messages", [plan], reading, on_progress)
 
     async def ask_text(
-        self, session_id: str | None, request: TextRequest, on_progress: OnProgress | None
+        self, address: str | None, request: TextRequest, on_progress: OnProgress | None
     ) -> list[PendingCall]:
         """Hand over the calls of ``request``, the choices of the first prompt first; errors as of `ask_chat`."""
-        session, options = self.session(session_id), request.options
+        session, options = self.session(address), request.options
         reading = partial(AnswerReader, self.tokenizer, options.drawing.stop)
         drawing = await self.in_text_thread(self._shaping.of_text, options, session.id is not None)
         plans = [partial(session.begin_text, prompt=prompt) for prompt in request.prompts]

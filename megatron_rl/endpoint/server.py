@@ -6,6 +6,7 @@
     POST /v1/messages, /v1/messages/count_tokens, as Anthropic has them, and OpenAI's /v1/responses
     POST /tokenize, /detokenize        and GET /version, /metrics, as vLLM has them
     ...  /sessions/{session}/...       the same for a sample that is trained on
+    ...  /sessions/{session}/agents/{agent}/...    the same for one agent of the sample
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def create_app(pending: PendingCalls, token: str) -> web.Application:
     routes, tokens = Routes(pending), TokenRoutes(pending)
     app.router.add_get("/version", tokens.version)
     app.router.add_get("/metrics", routes.metrics)
-    for prefix in ("", "/sessions/{session}"):
+    for prefix in ("", "/sessions/{session}", "/sessions/{session}/agents/{agent}"):
         app.router.add_get(f"{prefix}/v1/models", routes.models)
         app.router.add_get(f"{prefix}/v1/models/{{model}}", routes.model)
         app.router.add_post(f"{prefix}/v1/chat/completions", routes.chat)
@@ -168,7 +169,7 @@ class Routes:
         self._pending.check_model(asked.model)
         options, envelope = asked.options, writer(asked, tokenizer)
         stream = Stream(envelope, in_text_thread) if options.stream else None
-        calls = await ask(request.match_info.get("session"), asked, stream and stream.add_tokens)
+        calls = await ask(_address(request), asked, stream and stream.add_tokens)
         calls[0].session.completions[envelope.id] = [call.call.number for call in calls]
         usage = partial(usage_of, calls, options.n)
         try:
@@ -186,6 +187,12 @@ class Routes:
         version, prompt_ids = choices[0].completion.policy_version, calls[0].prompt_ids
         response = await in_text_thread(envelope.response, texts, usage(), version, prompt_ids)
         return web.Response(text=response, content_type="application/json")
+
+
+def _address(request: web.Request) -> str | None:
+    """Return what `PendingCalls.session` takes."""
+    session, agent = map(request.match_info.get, ("session", "agent"))
+    return session if agent is None else f"{session}/{agent}"
 
 
 def _envelope(asked: ChatRequest | TextRequest, tokenizer: Tokenizer) -> Envelope:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any
 
+from megatron_rl.environments.agents import MAIN
 from megatron_rl.errors import EnvironmentFault, MegatronRLError
 from megatron_rl.json_text import parse_json
 from megatron_rl.tokenizer import Tokenizer
@@ -44,7 +46,7 @@ class PlannedCall:
     ids: tuple[int, ...]
     """Of a root the whole prompt, else what the model reads after that answer."""
     branch: int
-    """The lowest number that no other call of the sample with the very same prompt has, see `Place.branch`."""
+    """The lowest number that no other call of the agent with the very same prompt has, see `Place.branch`."""
     num_prompt_tokens: int
     """Of the whole prompt."""
     fingerprint: bytes
@@ -63,6 +65,18 @@ class SessionEnd:
     """Those with answers, in the order asked."""
     completions: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The answered calls of each response, by the last `ID_LENGTH` characters of its id: one a choice."""
+    agents: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """``calls`` by agent, where another than ``main`` has some; else empty."""
+
+
+def of_agents(ends: Mapping[str, SessionEnd]) -> SessionEnd:
+    """Return the result of a sample whose agents have had a session each."""
+    if len(ends) == 1:
+        return ends[MAIN]
+    calls = {name: end.calls for name, end in sorted(ends.items()) if end.calls}
+    completions = {id: numbers for end in ends.values() for id, numbers in end.completions.items()}
+    answered, edited = tuple(sorted(itertools.chain(*calls.values()))), sum(end.edited for end in ends.values())
+    return SessionEnd(edited, answered, completions, {} if [*calls] == [MAIN] else calls)
 
 
 @dataclass
@@ -82,12 +96,13 @@ class _Node:
 
 
 class Session:
-    """The calls of one sample, a tree; with several roots where the harness began anew."""
+    """The calls of one sample, or of one of its agents, a tree; with several roots where the harness began anew."""
 
     def __init__(self, environment: str, tokenizer: Tokenizer, id: str | None = None) -> None:
         """``environment`` may have its own settings of chats; without ``id`` it holds one request that is not kept."""
         self.environment, self.id = environment, id
         self._tokenizer = tokenizer
+        self._first_branch = 0
         self.completions: dict[str, Sequence[int]] = {}
         """Calls of each response, see `SessionEnd.completions`."""
         self._nodes: dict[int, _Node] = {}
@@ -100,6 +115,13 @@ class Session:
         """Fingerprint of a prompt -> the branches of its calls."""
         self._known_messages: set[str] = set()
         """The assistant's messages that are no edits: sampled ones, and those that an earlier call had."""
+
+    def of_agent(self, name: str) -> Session:
+        """Return a session for another agent of the sample: it goes on from its own answers alone."""
+        other = Session(self.environment, self._tokenizer, self.id)
+        # Agents with the very same prompt draw different answers, whichever of them asks first.
+        other._first_branch = (1 + zlib.crc32(name.encode())) << 16
+        return other
 
     def end(self) -> SessionEnd:
         """Return what came of the session; the sample has its reward."""
@@ -210,7 +232,7 @@ class Session:
             after = min(answered, key=lambda call: (self._nodes[call].num_followers > 0, call), default=None)
             ids, fingerprint, whole = encoded(after)
             taken = self._branches.setdefault(fingerprint, set())
-            branch = next(branch for branch in itertools.count() if branch not in taken)
+            branch = next(branch for branch in itertools.count(self._first_branch) if branch not in taken)
             taken.add(branch)
             if after is not None:
                 self._nodes[after].num_followers += 1

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from megatron_rl.environments.agents import AnyClient, client_of
 from megatron_rl.errors import MAX_LINE, ConfigError, one_line, shorten
 from megatron_rl.types import Demonstration, Grade, Message, Split, Step, Task, Transcript, Turn
 
@@ -253,6 +254,14 @@ class HarnessEnvironment(Environment):
         The client's base URL is the sample's own: every token the model says to it is trained on with this reward.
         What is raised here masks the sample.
         """
+
+    def agent_client(self, client: AnyClient, name: str) -> AnyClient:
+        """Return a client for the agent ``name`` of the sample; ``client`` itself is of the agent ``main``.
+
+        Agents that called the model need a reward in `Grade.agent_rewards`, and are compared with the same agent in the
+        other samples of the task. Clients of other libraries take its ``base_url``.
+        """
+        return client_of(client, name)
 
     def gold_turns(self, task: Task) -> Sequence[str | Message] | None:
         """Return what the model says to one call after the other in a sample with the highest reward, as text or as

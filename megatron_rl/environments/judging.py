@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import openai
 
 POLICY, RANKING = "policy", "ranking"
-SESSION = re.compile(r"/sessions/[^/]+/v1/?$")
+SESSION = re.compile(r"/sessions/[^/]+(/agents/[^/]+)?/v1/?$")
 FIELDS = re.compile(r"\{(question|answer|reference)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 PROMPT = """\

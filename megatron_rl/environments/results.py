@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from numbers import Real
 from typing import Any
 
+from megatron_rl.environments.agents import name_problem
 from megatron_rl.environments.base import Environment, GroupEnvironment
 from megatron_rl.environments.loader import authors_frames
 from megatron_rl.environments.wire import WireError, messages_of, read_key
@@ -30,6 +31,7 @@ MAX_CONTINUATION = 2**20
 """Most characters of a step's messages and state; they travel with every turn."""
 MAX_EXTRACTED = 500
 """Longest extracted answer that travels; what is longer is for reading only and gets cut."""
+_OF_HARNESSES = ("completion_rewards", "agent_rewards")
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +89,9 @@ def _answer(environment: Environment, step: Step) -> Grade:
 def _graded(verdict: object) -> Grade:
     """The checked grade of an environment that does not call the model itself."""
     result = checked_grade(verdict)
-    if result.completion_rewards:
-        return failed("invalid_reward", "completion_rewards are of harnesses; give Step(turn_reward=...)")
+    if result.completion_rewards or result.agent_rewards:
+        why = "completion_rewards and agent_rewards are of harnesses; give Step(turn_reward=...)"
+        return failed("invalid_reward", why)
     return result
 
 
@@ -135,23 +138,21 @@ def checked_grade(verdict: object) -> Grade:
     if isinstance(grade.reward, bool) or not _is_finite(grade.reward):
         kind = type(grade.reward).__name__
         return failed("invalid_reward", f"the reward is {grade.reward!r} of type {kind}, no finite number")
-    for what in ("metrics", "completion_rewards"):
-        numbers = getattr(grade, what)
+    named = {what: getattr(grade, what) for what in ("metrics", "completion_rewards", "agent_rewards")}
+    for what, numbers in named.items():
         if not isinstance(numbers, Mapping):
             return failed("invalid_reward", f"the {what} are of type {type(numbers).__name__}, not a mapping")
         for name, value in numbers.items():
             if not isinstance(name, str) or not _is_finite(value):
                 return failed("invalid_reward", f"of the {what}, {name!r} is {value!r}, no finite number")
+    if problem := next(filter(None, map(name_problem, grade.agent_rewards)), ""):
+        return failed("invalid_reward", f"of the agent_rewards, {problem}")
     if grade.correct not in (None, True, False):
         return failed("invalid_reward", f"correct is {grade.correct!r:.80}; it must be True, False or None")
-    metrics, by_id = ({name: float(value) for name, value in numbers.items()} for numbers in (
-        grade.metrics, grade.completion_rewards,
-    ))  # fmt: skip
+    numbers = {what: {name: float(value) for name, value in given.items()} for what, given in named.items()}
     extracted = None if grade.extracted is None else str(grade.extracted)
     correct = None if grade.correct is None else bool(grade.correct)
-    return Grade(
-        float(grade.reward), metrics, str(grade.status), extracted, correct=correct, completion_rewards=by_id
-    )
+    return Grade(float(grade.reward), status=str(grade.status), extracted=extracted, correct=correct, **numbers)
 
 
 def _is_finite(value: object) -> bool:
@@ -177,7 +178,7 @@ def result_to_json(result: Grade) -> dict[str, Any]:
     if result.status:
         extracted = None if result.extracted is None else result.extracted[:MAX_EXTRACTED]
         shown |= {"verdict": result.status[:MAX_EXTRACTED], "extracted": extracted}
-    own = {"turn_reward": result.turn_reward, "completion_rewards": dict(result.completion_rewards)}
+    own = {"turn_reward": result.turn_reward, **{name: dict(getattr(result, name)) for name in _OF_HARNESSES}}
     shown |= {name: value for name, value in own.items() if value}
     return shown | ({} if result.continuation is None else asdict(result.continuation))
 
@@ -187,8 +188,8 @@ def result_from_json(item: object, where: str = "result") -> Grade:
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
     told = (item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
-    by_id = item.get("completion_rewards", {})
-    result = checked_grade(Grade(*told, correct=item.get("correct"), completion_rewards=by_id))
+    own = {name: item.get(name, {}) for name in _OF_HARNESSES}
+    result = checked_grade(Grade(*told, correct=item.get("correct"), **own))
     if not result.failed and "turn_reward" in item:
         result = replace(result, turn_reward=float(read_key(item, "turn_reward", (int, float), where)))
     if not result.failed and "messages" in item:

@@ -17,7 +17,7 @@ BYTE_BUDGET = 2**26
 """Of long answers a file may have tens of MB; then fewer steps are shown, with more of each."""
 BRANCH = b'"branch": '
 """Before the number of a sequence in a record's line; older records have none."""
-SAME = ("completion", "finish_reason", "reward", "verdict", "extracted", "greedy")
+SAME = ("completion", "finish_reason", "reward", "verdict", "extracted", "greedy", "agent", "agent_reward")
 """Samples of a group that differ in none of these are shown once."""
 
 Row = Mapping[str, Any]
@@ -174,6 +174,7 @@ def _build_sequence(row: Row) -> dict[str, Any]:
         "spans": spans,
         "num_tokens": len(row["token_ids"]),
         "advantage": row.get("advantage"),
+        **{name: row[name] for name in ("agent", "agent_reward") if name in row},
     }
 
 

@@ -21,7 +21,8 @@ has special tokens there::
 
     {"sample": 0, "branch": 1, "branch_of": 0, "shared_tokens": 7, "read": "<user>try again", ...}
 
-Count samples by the rows of branch 0. With ``--rl-log-rollouts`` at least the step's groups, an update can be computed
+Rows of a harness with several agents have ``"agent": "planner", "agent_reward": 0.5``, what that agent is trained with;
+``reward`` is the sample's. Count samples by the rows of branch 0. With ``--rl-log-rollouts`` at least the step's groups, an update can be computed
 again from the records alone.
 """
 
@@ -89,6 +90,7 @@ def rows_by_group(
                     "task_id": group.source.task.id,
                     "sample": index,
                     "branch": number,
+                    **_agent(rollout, number),
                     "prompt": prompt if ids == group.prompt_ids else decode_raw(ids),
                     "prompt_ids": ids,
                     **_shared_part(ids, sequences[:number], decode_raw),
@@ -117,6 +119,13 @@ def _shared_part(
         return {}
     number, shared = shared_prompt(ids, earlier)
     return {"branch_of": number, "shared_tokens": shared, "read": decode_raw(ids[shared:])}
+
+
+def _agent(rollout: Rollout, number: int) -> dict[str, Any]:
+    if not rollout.agents:
+        return {}
+    name = rollout.agents[number]
+    return {"agent": name, "agent_reward": rollout.grade.agent_rewards.get(name)}
 
 
 def gold_answer(task: Task) -> str | None:

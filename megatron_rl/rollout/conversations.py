@@ -94,13 +94,13 @@ class Answer(NamedTuple):
 def to_row(answer: tuple) -> tuple:
     """Return JSON values of an answer that ends with a grade: what all ranks of a model copy need of it."""
     *fields, grade = answer
-    return (*fields, grade.reward, grade.correct, grade.code)
+    return (*fields, grade.reward, grade.correct, grade.code, dict(grade.agent_rewards))
 
 
 def from_row(row: Sequence[Any]) -> tuple:
     """Return the fields of the answer that `to_row` was given."""
-    *fields, reward, correct, code = row
-    return (*fields, Grade(reward, correct=correct, code=code))
+    *fields, reward, correct, code, agent_rewards = row
+    return (*fields, Grade(reward, correct=correct, code=code, agent_rewards=agent_rewards))
 
 
 class Conversations:

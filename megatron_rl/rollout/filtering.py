@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.extension import measure_of
 from megatron_rl.platform.collectives import gather_vectors
+from megatron_rl.trainer.parts import parts_of
 from megatron_rl.types import Grade, RolloutGroup
 
 
@@ -25,10 +26,13 @@ class DynamicSampling:
 
 
 def counts_in(counts: Callable[[Tensor], bool], group: RolloutGroup) -> bool:
-    """Return whether a group passes the `GroupFilter` ``counts``: by its rewards, or its verdicts if all have one."""
+    """Return whether a group passes the `GroupFilter` ``counts``: by its rewards, or its verdicts if all have one.
+
+    Of samples of several agents the rewards of one agent must pass.
+    """
     verdicts = [grade.correct for grade in _grades(group)]
     if measure_of(counts) == "rewards" or None in verdicts:
-        return counts(graded_rewards(group))
+        return any(map(counts, _rewards_by_agent(group)))
     return counts(torch.tensor(verdicts, dtype=torch.float32))
 
 
@@ -47,6 +51,12 @@ def rewards_of_all(answered: Iterable[RolloutGroup], replicas: dist.ProcessGroup
     if not any_counts:  # so that the log can say why: what is trained on has none
         metrics |= {"critic/rewards/mean": mean, "critic/rewards/min": low, "critic/rewards/max": high}
     return metrics
+
+
+def _rewards_by_agent(group: RolloutGroup) -> list[Tensor]:
+    parts = parts_of(group)
+    graded = [part for part in parts if part.reward is not None]
+    return [torch.tensor([part.reward for part in graded if part.agent == agent]) for agent in {p.agent for p in parts}]
 
 
 def _grades(group: RolloutGroup) -> list[Grade]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from megatron_rl.errors import shorten
 from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.rollout import agents
 from megatron_rl.rollout.conversations import from_row, to_row
 from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.trace import Trace
@@ -57,12 +58,12 @@ class _End(NamedTuple):
 
     index: int
     sample: int
-    calls: Sequence[int]
-    """Those that the harness has got answers to."""
+    calls: Mapping[str, Sequence[int]]
+    """Those that the harness has got answers to, by agent; of a sample without agents all by an empty name."""
     turn_rewards: Sequence[tuple[int, float]]
     """Of single calls."""
-    at_end: float
-    """What the harness gave for the whole."""
+    at_end: Mapping[str, float]
+    """What the harness gave for the whole, by agent too."""
     grade: Grade
 
 
@@ -165,7 +166,7 @@ class Harnesses:
             for session in sessions:
                 del self._sessions[session]
         return [
-            _End(request.index, sample, end.calls, *_by_call(self._judged(grade, end), end))
+            _ended(request.index, sample, self._judged(grade, end), end)
             for sample, end, grade in zip(samples, closed, grades, strict=True)
         ]
 
@@ -216,26 +217,43 @@ class Harnesses:
 
     def _end(self, end: _End) -> None:
         sample = self._open.pop((end.index, end.sample))
-        sequences = sample.trace.sequences(end.calls, dict(end.turn_rewards), end.at_end)
-        if not sequences:
+        turn_rewards = dict(end.turn_rewards)
+        named = [
+            (agent, sequence) for agent, calls in end.calls.items()
+            for sequence in sample.trace.sequences(calls, turn_rewards, end.at_end.get(agent, 0.0))
+        ]  # fmt: skip
+        if not named:
             nothing = Completion((), (), "stop", policy_version=0)
             self._finished.keep(sample.request, end.sample, Rollout(nothing, "", end.grade))
             return
-        first, *branches = sequences
-        rollout = Rollout(first.completion, "", end.grade, first.prompt_ids, tuple(branches))
+        names, (first, *branches) = zip(*named, strict=True)
+        names = names if any(names) else ()
+        rollout = Rollout(first.completion, "", end.grade, first.prompt_ids, tuple(branches), names)
         self._finished.keep(sample.request, end.sample, rollout)
 
 
-def _by_call(grade: Grade, end: SessionEnd) -> tuple[list[tuple[int, float]], float, Grade]:
-    """Return the rewards of single calls, what was given for the whole, and the grade with their sum."""
+def _ended(index: int, sample: int, grade: Grade, end: SessionEnd) -> _End:
+    calls = agents.calls_of(grade, end)
+    has_agents = "" not in calls
+    turn_rewards, grade, at_end = _by_call(agents.judged(grade, calls) if has_agents else grade, end, calls)
+    return _End(index, sample, calls, turn_rewards, at_end, agents.with_metrics(grade) if has_agents else grade)
+
+
+def _by_call(
+    grade: Grade, end: SessionEnd, calls: Mapping[str, Sequence[int]]
+) -> tuple[list[tuple[int, float]], Grade, Mapping[str, float]]:
+    """Return the rewards of single calls, the grade with their sums, and what was given for the whole."""
     if grade.failed or not grade.completion_rewards:
-        return [], 0.0, grade
+        return [], grade, {}
     rewards = []
     for name, reward in grade.completion_rewards.items():
-        calls = end.completions.get(name[-ID_LENGTH:], ())
-        if len(calls) != 1:
-            why = f"has {len(calls)} choices" if calls else "is no completion of this sample"
-            return [], 0.0, Grade(None, code="invalid_reward", message=f"completion_rewards: {shorten(name)} {why}")
-        rewards.append((calls[0], reward))
+        found = end.completions.get(name[-ID_LENGTH:], ())
+        if len(found) != 1:
+            why = f"has {len(found)} choices" if found else "is no completion of this sample"
+            return [], Grade(None, code="invalid_reward", message=f"completion_rewards: {shorten(name)} {why}"), {}
+        rewards.append((found[0], reward))
+    earned = {agent: sum(reward for call, reward in rewards if call in own) for agent, own in calls.items()}
+    by_agent = {agent: given + earned[agent] for agent, given in grade.agent_rewards.items()}
     total = grade.reward + sum(reward for _, reward in rewards)
-    return sorted(rewards), grade.reward, replace(grade, reward=total, completion_rewards={})
+    whole = replace(grade, reward=total, agent_rewards=by_agent, completion_rewards={})
+    return sorted(rewards), whole, grade.agent_rewards or {"": grade.reward}

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_rl.inference.staged import StagedRouting
 
 Record = dict[str, Any]
+_OF_ROLLOUTS = ("grade", "prompt_ids", "branches", "agents")
 _NOT_KEPT = {"cached_tokens", "scores", "prompt_scores"}
 _PACKED = {"token_ids": "i", "inference_logprobs": "f"}
 """Fields of a completion that are arrays, and their number types."""
@@ -238,7 +239,7 @@ def _described(rollout: Rollout) -> Record:
     if rollout.prompt_ids is not None:
         record["prompt_ids"] = _packed("i", rollout.prompt_ids)
     branches = [{**described(b.completion), "prompt_ids": _packed("i", b.prompt_ids)} for b in rollout.branches]
-    return record | ({"branches": branches} if branches else {})
+    return record | {name: each for name, each in (("branches", branches), ("agents", rollout.agents)) if each}
 
 
 def described(completion: Completion) -> Record:
@@ -257,12 +258,12 @@ def _rollout(record: Record, wants_routing: bool) -> Rollout:
         for branch in record.get("branches", ())
     )
     own = None if prompt is None else _unpacked("i", prompt)
-    return Rollout(completion_of(record, wants_routing), "", grade, own, branches)
+    return Rollout(completion_of(record, wants_routing), "", grade, own, branches, tuple(record.get("agents", ())))
 
 
 def completion_of(record: Record, wants_routing: bool = False) -> Completion:
     """Invert `described`."""
-    fields = {name: value for name, value in record.items() if name not in ("grade", "prompt_ids", "branches")}
+    fields = {name: value for name, value in record.items() if name not in _OF_ROLLOUTS}
     fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
     routing = fields.pop("routing", None)
     if wants_routing and routing is not None:

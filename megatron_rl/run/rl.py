@@ -116,7 +116,7 @@ class RLRun(TrainingRun):
         self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome
     ) -> dict[str, float]:
         """Collect the metrics of a finished step; its rollouts count from now on. Collective."""
-        replicas, signal = self.groups.rollout_group, rewards.informative[list(rollouts.numbers)].tolist()
+        replicas, signal = self.groups.rollout_group, rewards.informative_tasks[list(rollouts.numbers)].tolist()
         return {
             **rollout_metrics(list(rollouts.answered.values()), replicas),
             **engine_metrics(rollouts.statistics, replicas),

@@ -189,7 +189,7 @@ def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[s
     rows = []
     for batch in (batch for part in updates for batch in part):
         numbers = [batch.samples.sequence, batch.sequence_sums(batch.advantages), batch.loss_tokens()]
-        rows += zip(batch.samples.sample_id, *(values.tolist() for values in numbers), strict=False)
+        rows += zip(batch.rows, *(values.tolist() for values in numbers), strict=False)
     table = torch.cat(gather_vectors(torch.tensor(rows, dtype=torch.float64).view(-1), data_group)).view(-1, 4)
     # In the order of the sequences, so that the mean is to the bit that of one rank.
     table = torch.tensor(sorted(table.tolist()), dtype=torch.float64).view(-1, 4)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.algorithms import StepRewards
+from megatron_rl.algorithms.agents import AgentRows
 from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.extension import Baseline
 from megatron_rl.algorithms.groups import informative_groups
@@ -16,7 +17,8 @@ from megatron_rl.algorithms.turns import Row, StepTurns
 from megatron_rl.errors import ConfigError
 from megatron_rl.platform.collectives import gather_vectors
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.types import Branch, Completion, Grade, Rollout, RolloutGroup
+from megatron_rl.trainer.parts import Part, parts_of
+from megatron_rl.types import Branch, Completion, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class SampleBuilder:
         """Build this rank's samples for training, and the rewards of all; collective over the rollout replicas.
 
         A sample of several sequences is several `Sample`s of one number. It counts once among the rewards: with all its
-        tokens, and as truncated where one of its sequences was.
+        tokens, and as truncated where one of its sequences was. Of several agents each one's part counts so.
 
         ``numbers`` are those of this rank's groups among the G groups of the step, ascending: 0 .. G - 1, each on one
         rank, and not the same number of them on every rank. ``policy_version`` is that of the weights now.
@@ -53,52 +55,53 @@ class SampleBuilder:
         Raises:
             ConfigError: on every rank; of more grades than may fail one of the rewards is missing.
         """
+        parts = [(number, part) for number, group in zip(numbers, rollouts, strict=True) for part in parts_of(group)]
         rows = [
             (
-                number, 0.0 if r.grade.failed else r.grade.reward, not r.grade.failed, r.num_written, r.truncated,
-                *self._parts(r.grade),
+                number, part.agent, part.first, part.reward or 0.0, part.reward is not None, part.num_written,
+                part.truncated, *self._named(part),
             )
-            for number, group in zip(numbers, rollouts, strict=True)
-            for r in group.rollouts
-        ]
+            for number, part in parts
+        ]  # fmt: skip
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
-        table = torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 5 + len(self.reward_names))
+        table = torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 7 + len(self.reward_names))
         columns = table[table[:, 0].argsort(stable=True)].unbind(1)  # of all samples of the job, ordered by group
-        group_index, rewards, valid = columns[0].long(), columns[1].float(), columns[2].bool()
-        parts = torch.stack(columns[5:], 1).float() if self.reward_names else None
-        if parts is not None:
-            valid = self._whole(parts, valid)
-        own = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0].tolist()
-        rolled = [(group, rollout) for group in rollouts for rollout in group.rollouts]
-        turns = self._turns([rollout for _, rollout in rolled], own, group_index)
-        rewarded = [rewards] if parts is None else parts.unbind(1)
+        tasks, rewards, valid = columns[0].long(), columns[3].float(), columns[4].bool()
+        named = torch.stack(columns[7:], 1).float() if self.reward_names else None
+        if named is not None:
+            valid = self._whole(named, valid)
+        sample_ids, group_index, agents = AgentRows.of(tasks, columns[1].long(), columns[2].long())
+        own = torch.isin(tasks, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0].tolist()
+        turns = self._turns([part for _, part in parts], own, group_index)
+        rewarded = [rewards] if named is None else named.unbind(1)
         signal = torch.stack([informative_groups(self.baseline, one, valid, group_index) for one in rewarded]).any(0)
         if turns is not None:
             signal = turns.informative(self.baseline, valid, group_index)
         in_loss = valid & (signal[group_index] | self.keep_groups_without_signal)
-        truncated = columns[4].bool()
         if self.masks_truncated:
-            in_loss &= ~truncated
+            in_loss &= ~columns[6].bool()
         samples = tuple(
             sample
-            for sample_id, (group, rollout) in zip(own, rolled, strict=True)
-            if in_loss[sample_id]
-            for sample in _sequences(group, rollout, sample_id, turns)
+            for row, (_, part) in zip(own, parts, strict=True)
+            if in_loss[row]
+            for sample in _sequences(part, sample_ids[row], row, turns)
         )
-        step = StepRewards(rewards, valid, group_index, signal, in_loss, columns[3].long(), parts, policy_version)
+        step = StepRewards(
+            rewards, valid, group_index, signal, in_loss, columns[5].long(), named, policy_version, agents=agents
+        )
         return samples, step if turns is None else replace(step, turns=turns.rewards(step, self.baseline))
 
-    def _turns(self, rollouts: Sequence[Rollout], own: Sequence[int], group_index: torch.Tensor) -> StepTurns | None:
-        """The turns of the step's samples, of all ranks; ``own`` are the numbers of this rank's. Collective."""
+    def _turns(self, parts: Sequence[Part], own: Sequence[int], group_index: torch.Tensor) -> StepTurns | None:
+        """The turns of the step's samples, of all ranks; ``own`` are the rows of this rank's. Collective."""
         if self.turn_discount is None:
             return None
-        rows = [row for number, rollout in zip(own, rollouts, strict=True) for row in turn_rows(number, rollout)]
+        rows = [row for number, part in zip(own, parts, strict=True) for row in turn_rows(number, part)]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
         table = torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 5)
         return StepTurns.of(table.tolist(), group_index, self.turn_discount)
 
-    def _parts(self, grade: Grade) -> list[float]:
-        known = {"reward": math.nan if grade.failed else grade.reward, **grade.metrics}
+    def _named(self, part: Part) -> list[float]:
+        known = {"reward": math.nan if part.reward is None else part.reward, **part.rollout.grade.metrics}
         return [known.get(name, math.nan) for name in self.reward_names]
 
     def _whole(self, parts: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -113,24 +116,24 @@ class SampleBuilder:
         return valid & ~parts.isnan().any(1)
 
 
-def _sequences(group: RolloutGroup, rollout: Rollout, sample_id: int, turns: StepTurns | None) -> list[Sample]:
+def _sequences(part: Part, sample_id: int, row: int, turns: StepTurns | None) -> list[Sample]:
     """Those that have tokens; the first one also without, where another has some: it stands for the sample."""
-    if not any(completion.token_ids for completion in rollout.completions):
+    if not any(sequence.completion.token_ids for sequence in part.sequences):
         return []
     samples = [
-        (_sample(number, sequence, rollout, sample_id), sequence)
-        for number, sequence in enumerate(group.sequences(rollout))
-        if number == 0 or sequence.completion.token_ids
+        (_sample(number, sequence, part, sample_id), sequence)
+        for number, sequence in enumerate(part.sequences, start=part.first)
+        if number == part.first or sequence.completion.token_ids
     ]
     if turns is None:
         return [sample for sample, _ in samples]
     return [
-        replace(sample, turn=turn_of_tokens(sequence, turns.index[sample_id, sample.sequence]))
+        replace(sample, turn=turn_of_tokens(sequence, turns.index[row, sample.sequence]))
         for sample, sequence in samples
     ]
 
 
-def _sample(number: int, sequence: Branch, rollout: Rollout, sample_id: int) -> Sample:
+def _sample(number: int, sequence: Branch, part: Part, sample_id: int) -> Sample:
     completion, prompt = sequence.completion, len(sequence.prompt_ids)
     versions, counts = (torch.tensor(column) for column in zip(*completion.stretches, strict=True))
     counts[0] += prompt
@@ -143,22 +146,22 @@ def _sample(number: int, sequence: Branch, rollout: Rollout, sample_id: int) -> 
         inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
         versions=versions.repeat_interleave(counts),
         routing=completion.routing,
-        reward=rollout.grade.reward,
+        reward=part.reward,
         sample_id=sample_id,
         sequence=number,
-        tokens_elsewhere=rollout.num_written - completion.num_written,
+        first_sequence=part.first,
+        tokens_elsewhere=part.num_written - completion.num_written,
         truncated=completion.finish_reason == "length",
     )
 
 
-def turn_rows(sample_id: int, rollout: Rollout) -> list[Row]:
+def turn_rows(row: int, part: Part) -> list[Row]:
     """List the turns of all sequences; where no turn has a reward, the last of each has the sample's."""
     rows = []
-    for number, completion in enumerate(rollout.completions):
-        counts = [end - start for start, end in written(completion)]
-        reward = 0.0 if rollout.grade.failed else rollout.grade.reward
-        rewards = completion.turn_rewards or (*[0.0] * (len(counts) - 1), reward)
-        rows += [(sample_id, number, turn, *pair) for turn, pair in enumerate(zip(rewards, counts, strict=True))]
+    for number, sequence in enumerate(part.sequences, start=part.first):
+        counts = [end - start for start, end in written(sequence.completion)]
+        rewards = sequence.completion.turn_rewards or (*[0.0] * (len(counts) - 1), part.reward or 0.0)
+        rows += [(row, number, turn, *pair) for turn, pair in enumerate(zip(rewards, counts, strict=True))]
     return rows
 
 

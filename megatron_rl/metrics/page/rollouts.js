@@ -172,6 +172,7 @@ function facts(sequence) {
   const fed = sequence.spans.reduce((sum, [start, end]) => sum + end - start, 0);
   const cut = sequence.num_tokens > sequence.tokens.length ? `first ${number(sequence.tokens.length)} of ` : "";
   return [
+    sequence.agent ? `${sequence.agent}: reward ${number(sequence.agent_reward)}` : "",
     sequence.advantage === null ? "" : `advantage ${number(sequence.advantage)}`,
     `${cut}${plural(sequence.num_tokens, "token")}`, fed ? `${number(fed)} of them from the environment` : "",
     sequence.finish_reason === "length" ? "" : `ended: ${words(sequence.finish_reason)}`,

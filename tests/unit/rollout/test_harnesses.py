@@ -44,7 +44,7 @@ class Engine(QueuedEngine):
         return [(request, ids("pq")) for request in filter(wanted, self._waiting)]
 
     def answer(self, request: Request) -> tuple[Completion, ...]:
-        ids = (request.prompt_ids[-1] + 1 + request.place.branch, 0)
+        ids = (request.prompt_ids[-1] + 1 + request.place.branch % 2**16, 0)  # above it is the agent
         return (Completion(ids, (-1.0, -2.0), "stop", policy_version=4),)
 
 
