@@ -291,10 +291,7 @@ Completed = tuple[Request, tuple[Completion, ...]]
 
 @dataclass(frozen=True)
 class Branch:
-    """A further sequence of a sample whose harness went back: trained on with the sample's reward.
-
-    What it shares with an earlier sequence is part of its prompt, so no token is trained on twice.
-    """
+    """A further sequence of a sample; what it shares with an earlier one is prompt, so no token is trained on twice."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion

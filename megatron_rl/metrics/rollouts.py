@@ -21,9 +21,9 @@ has special tokens there::
 
     {"sample": 0, "branch": 1, "branch_of": 0, "shared_tokens": 7, "read": "<user>try again", ...}
 
-Rows of a harness with several agents have ``"agent": "planner", "agent_reward": 0.5``, what that agent is trained with;
-``reward`` is the sample's. Count samples by the rows of branch 0. With ``--rl-log-rollouts`` at least the step's groups, an update can be computed
-again from the records alone.
+Count samples by the rows of branch 0. With ``--rl-log-rollouts`` at least the step's groups, an update can be computed
+again from the records alone. Rows of a harness with several agents have ``"agent": "planner", "agent_reward": 0.5``,
+what that agent is trained with; ``reward`` is then the sample's.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from megatron_rl.environments.agents import client_of
 from megatron_rl.loop import rl_step
 from megatron_rl.platform.groups import shut_down
 from megatron_rl.types import Grade, HarnessRun, Turn
@@ -190,3 +191,55 @@ def test_branches_and_samples_without_calls_on_two_ranks(sizes: dict[str, Any]) 
         assert report["rollout/sequences_mean"] == alone["rollout/sequences_mean"] > 1
         for name in ("actor/pg_loss", "critic/rewards/mean", "perf/generated_tokens"):
             assert report[name] == pytest.approx(alone[name], rel=0, abs=1e-5), name
+
+
+async def run_agents(environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
+    """An asker and, in all but the first sample of a group, two calls of a helper, all at once."""
+    return list(await asyncio.gather(*map(ask_and_help, runs)))
+
+
+async def ask_and_help(run: HarnessRun) -> Grade:
+    """Each agent is rewarded for its own letters."""
+    async with openai.AsyncOpenAI(base_url=run.base_url, api_key=run.api_key, max_retries=0) as client:
+        asker, helper = client_of(client, "asker"), client_of(client, "helper")
+        prompts = [(asker, run.task.prompt), *[(helper, f"{run.task.prompt}{end}") for end in ("y", "n") if run.sample]]
+        calls = (agent.completions.create(model="policy", prompt=prompt) for agent, prompt in prompts)
+        first, *others = [
+            sum(letter <= "m" for letter in answer.choices[0].text) / 6 for answer in await asyncio.gather(*calls)
+        ]
+        return Grade(first, agent_rewards={"asker": first, "helper": sum(others)})
+
+
+def step_agents(tensor_size: int, stages: int = 1) -> dict[str, float]:
+    """The metrics of a step."""
+    groups = join(tensor_size, stages)
+    changes = {"rl_max_new_tokens": 6, "rl_loss_aggregation": "sequence-mean"}
+    run = toy_run(toy_config(groups, changes), groups, run_harness=run_agents)
+    metrics = rl_step(run, 1).metrics
+    run.closing.close()
+    shut_down()
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_size": 1},
+        pytest.param({"tensor_size": 2}, marks=pytest.mark.long),
+        pytest.param({"tensor_size": 1, "stages": 2}, marks=pytest.mark.long),
+    ],
+    ids=["data", "tensor", "pipeline"],
+)
+def test_agents_on_two_ranks(sizes: dict[str, Any]) -> None:
+    """All ranks know the agents' rewards and groups: the advantages, and so the update, are those of one rank."""
+    program = "tests.distributed.test_harnesses:step_agents"
+    (alone,) = run_ranks(program, 1, tensor_size=1)
+    assert alone["critic/advantages/max"] > 0.1 and alone["actor/grad_norm"] > 0
+    assert "training/failed_grades/invalid_reward" not in alone
+    names = ("actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "training/groups_with_signal")
+    reports = run_ranks(program, 2, **sizes)
+    for report in reports:
+        for name in (*names, *(name for name in alone if "advantages/" in name)):
+            assert report[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
+    for name in ("grade/toy/reward_asker", "grade/toy/reward_helper"):
+        assert reports[0][name] == pytest.approx(alone[name]), name

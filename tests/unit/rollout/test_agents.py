@@ -13,6 +13,7 @@ from megatron_rl.environments.agents import client_of
 from megatron_rl.environments.judging import SESSION
 from megatron_rl.environments.results import checked_grade, result_from_json, result_to_json
 from megatron_rl.metrics.rollouts import rows_by_group
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import from_row, to_row
 from megatron_rl.rollout.journal import RolloutJournal
 from megatron_rl.types import Grade, HarnessRun, Rollout
@@ -139,9 +140,11 @@ def test_calls_after_the_reward_are_refused_at_every_address(stage: Stage) -> No
     assert SESSION.sub("/v1", str(urls[0])) == f"{stage.endpoint.url}/v1", "a judge's calls are of no agent"
 
 
-def test_agents_come_back_from_the_journal(stage: Stage, tmp_path: Path) -> None:  # noqa: F811
+def test_agents_come_back_from_the_journal(
+    stage: Stage, one_rank: ParallelGroups, tmp_path: Path  # noqa: F811
+) -> None:
     """And a group without any is written without them."""
-    journal = RolloutJournal(tmp_path, stage._groups)
+    journal = RolloutJournal(tmp_path, one_rank)
     results = []
     for _ in range(2):
         step = journal.open(1, {})

@@ -83,7 +83,7 @@ def test_rows_are_of_agents_and_samples_keep_their_numbers(one_rank: ParallelGro
 @pytest.mark.parametrize(
     ("advantage", "expected"),
     [
-        (grpo.Advantage(), {"planner": [0.0, -1.0, 1.0], "worker": [1 / ROOT2, -1 / ROOT2], "": [-1 / ROOT2, 1 / ROOT2]}),
+        (grpo.Advantage(), {"planner": [0, -1, 1], "worker": [ROOT2 / 2, -ROOT2 / 2], "": [-ROOT2 / 2, ROOT2 / 2]}),
         # Against the mean of the others: planner (0 + 2) / 2, (1 + 2) / 2, (1 + 0) / 2; worker 2 and 4.
         (rloo.Advantage(), {"planner": [0.0, -1.5, 1.5], "worker": [2.0, -2.0], "": [-2.0, 2.0]}),
     ],
