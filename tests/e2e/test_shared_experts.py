@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.checkpoints import differences
 from tests.support.kills import KILLED, Kill, Story, tell
-from tests.support.runs import rows_of
+from tests.support.runs import rows_of, run_many
 
 RANKS, STEPS = 2, 4
 MIXTURE = {
@@ -25,9 +25,7 @@ FEW = {"grpo_prompts_per_step": 1, "global_batch_size": None, "grpo_kl_beta": No
 """One group: of two ranks one generates nothing. With a loss of the routers' own."""
 INT8 = {"rl_rollout_quantization": "int8", "rl_router_replay": True, "train_iters": 2, "rl_mismatch_interval": 1,
         "rl_mismatch_max_kl": 1.0, "rl_mismatch_action": "stop"}
-KILLS = [
-    Kill(1, "grade_asked", 2), Kill(0, "journal_written", 3), Kill(1, "optimizer_due", 3), Kill(0, "save_renamed", 1),
-]  # fmt: skip
+KILLS = [Kill(0, "journal_written", 3), Kill(1, "optimizer_due", 3)]
 LAST = Path("checkpoints") / f"step_{STEPS:07d}"
 
 
@@ -37,29 +35,24 @@ class Told:
     def __init__(self, workshop, with_long: bool) -> None:
         self.workshop, self.logs = workshop, workshop.folder / "logs"
         flags = {
-            "replicas": MIXTURE, "shared": SHARED, "killed": SHARED,
-            "replicas_few": MIXTURE | FEW, "shared_few": SHARED | FEW,
+            "replicas": MIXTURE, "shared": SHARED, "replicas_few": MIXTURE | FEW, "shared_few": SHARED | FEW,
             "replayed": SHARED | {"rl_router_replay": True},
             "int8": SHARED | INT8,
         }  # fmt: skip
         if with_long:
             flags["smooth"] = SHARED | INT8 | {"rl_rollout_quantization": "int8_smooth"}
-        stories = [
-            Story(name, [str(word) for word in workshop.rl(name, **own)], KILLS if name == "killed" else [])
-            for name, own in flags.items()
-        ]
-        self.codes = tell(stories, self.logs, RANKS, timeout=900)
+        for outcome in run_many([workshop.rl(name, **own) for name, own in flags.items()], RANKS):
+            outcome.check()
+        story = Story("killed", workshop.rl("killed", **SHARED), KILLS)
+        self.codes = tell([story], self.logs, RANKS, timeout=900)["killed"]
 
-    def output(self, name: str) -> str:
-        return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.logs.glob(f"{name}.*.log")))
+    def output(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.logs.glob("killed.*.log")))
 
 
 @pytest.fixture(scope="module")
 def told(workshop, request: pytest.FixtureRequest) -> Told:
-    runs = Told(workshop, request.config.getoption("--long"))
-    for name, codes in runs.codes.items():
-        assert codes[-1] == [0] * RANKS, runs.output(name)
-    return runs
+    return Told(workshop, request.config.getoption("--long"))
 
 
 @pytest.mark.parametrize("suffix", ["", "_few"])
@@ -77,8 +70,9 @@ def test_as_on_two_replicas(told: Told, suffix: str) -> None:
 
 
 def test_killed_and_started_again_it_is_the_same_run(told: Told) -> None:
-    for kill, codes in zip(KILLS, told.codes["killed"], strict=False):
-        assert codes[kill.rank] == KILLED, f"{kill} was never reached\n{told.output('killed')}"
+    assert told.codes[-1] == [0] * RANKS, told.output()
+    for kill, codes in zip(KILLS, told.codes, strict=False):
+        assert codes[kill.rank] == KILLED, f"{kill} was never reached\n{told.output()}"
     whole, killed = told.workshop.run_dir("shared"), told.workshop.run_dir("killed")
     assert differences(whole / LAST, killed / LAST) == []
     for own, wanted in zip(rows_of(killed), rows_of(whole), strict=True):
