@@ -98,11 +98,14 @@ COMPARED = {"TP2 x PP2": "TP2", "CP2 x TP2, sequence-parallel": "TP2"}
 """With another layout than one rank."""
 LONG = ("PP4", "CP2 x TP2, sequence-parallel")
 CONTAINED = {
-    "PP2": {"pages", "interrupted", "windows", "windows, int8", "experts"},
-    "PP2 x VPP2": {"plain"},
-    "TP2 x PP2": {"plain"},
+    "PP2": {
+        "tied", "greedy", "pages", "prefixes in pages", "interrupted", "int8", "windows", "windows, int8",
+        "recurrent states", "experts", "experts, recorded",
+    },
+    "PP2 x VPP2": {"plain", "cancelled", "experts, recorded", "plain, taped"},
+    "TP2 x PP2": {"plain", "tied"},
 }
-"""Left to ``--long``: on the same stages another case has this one's parts, most with tapes."""
+"""Left to ``--long``: on these stages another case has this one's parts, most with tapes, or more stages have it."""
 
 
 class Results(dict[str, list[dict[str, Any]]]):
@@ -187,8 +190,8 @@ def test_as_without_stages(results: Results, layout: str, case: str) -> None:
 
 @pytest.mark.parametrize("layout", ["PP2", "PP2 x VPP2"])
 def test_each_stage_has_the_experts_of_its_layers(results: Results, layout: str) -> None:
-    case = "experts, recorded"
-    one, ranks = of(results, "one")[0][case], of(results, layout)
+    case = "experts, recorded, taped"
+    one, ranks = of(results, "one")[0][reference(case)], of(results, layout)
     for seed in ("experts 1", "experts 2"):
         assert sorted(layer for rank in ranks for layer in rank[case][seed]) == ["0", "1", "2", "3"]
         for rank in ranks:
@@ -205,13 +208,13 @@ def test_the_cases_are_what_they_are_called(results: Results) -> None:
     assert first["experts within a budget"]["rows"] == second["experts within a budget"]["rows"] == 9
     assert all(first[case]["counts"] == second[case]["counts"] for case in first)
     assert first["pages, preempted"]["counts"]["preemptions"] > 0
-    for case in ("prefixes", "prefixes in pages"):
+    for case in ("prefixes", "windows, prefixes in pages"):
         assert first[case]["counts"]["reused_tokens"] > 0
     assert first["cancelled"]["tokens 1"] == first["plain"]["tokens 1"]
     # Of the six calls some may be complete before they are cancelled: that depends on the rows they share a burst with.
     assert 6 * 3 <= first["cancelled"]["counts"]["completions"] < 6 * 3 + 6
-    assert len(first["int8"]["audit"]) == 16
-    assert {ran for _, ran in first["int8"]["audit"]} == {"int8, channel x token"}
+    assert len(first["int8, taped"]["audit"]) == 16
+    assert {ran for _, ran in first["int8, taped"]["audit"]} == {"int8, channel x token"}
 
 
 def test_what_one_stage_cannot_quantise_all_refuse() -> None:
