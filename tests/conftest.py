@@ -89,6 +89,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(scope="session")
+def with_long(request: pytest.FixtureRequest) -> bool:
+    """For a fixture that makes what several tests look at: whether those marked ``long`` are among them."""
+    return request.config.getoption("--long")
+
+
+@pytest.fixture(scope="session")
 def one_rank() -> Iterator[object]:
     """The process groups of a job of one rank; megatron's are global, so they are made once."""
     import torch

@@ -1,4 +1,8 @@
-"""RL runs whose ranks share each training sequence: as those of two replicas, and each rank generates."""
+"""RL runs whose ranks share each training sequence: as those of two replicas, and each rank generates.
+
+Without ``--long``, tests/distributed/test_layouts.py has their updates, test_stages.py their int8 rollouts, and
+test_resume.py whole runs that other layouts go on with.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import pytest
 
 from tests.support.runs import Outcome, rows_of, run_many
 
+pytestmark = pytest.mark.long
 MODEL = {
     "log_params_norm": True, "eval_interval": 2, "rl_prompts_per_eval": 3, "rl_samples_per_eval_prompt": 2,
     "global_batch_size": 8, "rl_keep_zero_variance_groups": True, "clip_grad": 0.0, "rl_mismatch_interval": 1,

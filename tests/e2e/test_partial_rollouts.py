@@ -37,6 +37,8 @@ OF_TWO_RANKS: dict[str, dict[str, Any]] = {
         "pretrained_checkpoint": None, "rl_router_replay": True,
     },
 }  # fmt: skip
+LONG = {"replicas"}
+"""Replicas that sample dynamically, or share experts, are two as well."""
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,10 @@ def one_replica(workshop, warm_start) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(workshop, warm_start) -> None:
-    complete(workshop, warm_start, OF_TWO_RANKS, ranks=2)
+def two_ranks(with_long, workshop, warm_start) -> None:
+    left_out = set() if with_long else LONG
+    chosen = {name: flags for name, flags in OF_TWO_RANKS.items() if name not in left_out}
+    complete(workshop, warm_start, chosen, ranks=2)
 
 
 def complete(workshop, warm_start, runs: dict[str, dict[str, Any]], ranks: int) -> None:
@@ -106,7 +110,9 @@ def test_the_same_command_is_the_same_run(workshop, one_replica):
     assert rows_of(workshop.run_dir("again")) == rows_of(workshop.run_dir("finish"))
 
 
-@pytest.mark.parametrize("name", OF_TWO_RANKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else []) for name in OF_TWO_RANKS]
+)
 def test_on_two_ranks(workshop, two_ranks, name):
     """Replicas stop each by itself, running experts on for the others; the ranks of a model copy stop at one step."""
     found, rows = drawn(workshop, name), rows_of(workshop.run_dir(name))

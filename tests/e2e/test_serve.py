@@ -23,7 +23,7 @@ from megatron_rl.families.family import SMALL
 from megatron_rl.generation import Generator, open_generator, serve
 from tests.support.endpoint import byte_tokenizer
 from tests.support.hugging_face import write_model
-from tests.support.launches import Launch, launched
+from tests.support.launches import Launch, forked, launched
 
 T = TypeVar("T")
 
@@ -237,29 +237,33 @@ def _address(launch: Launch, token_file: Path) -> openai.OpenAI:
 
 @pytest.mark.parametrize("flag", ["tensor", pytest.param("pipeline", marks=pytest.mark.long)])
 def test_as_processes_until_ctrl_c(model, tmp_path, flag):
-    token, said = tmp_path / "serve.token", []
+    token = tmp_path / "serve.token"
     words = [str(model), "--port", "0", "--token-file", str(token), "--served-model-name", "policy", "--seed", "5"]
-    for ranks, layout in ((1, []), (2, [f"--{flag}-model-parallel-size", "2"])):
-        with launched([*words, *layout], tmp_path / "serve", ranks, by_itself=True, command="serve") as launch:
-            client = _address(launch, token)
-            said.append(_texts(client.chat.completions.create(**ASK, seed=7, n=3)))
-            chunks = _streamed(client, seed=7)
-            assert "".join(chunks) == said[0][0]
-            assert len(chunks) > 2
-            worked = _cpu_seconds(launch)
-            time.sleep(2.0)
-            assert _cpu_seconds(launch) - worked < 0.5, "who waits for calls does not compute"
-            with ThreadPoolExecutor(1) as pool:
-                unfinished = pool.submit(_expect_its_end, client)
-                launch.signal_group(signal.SIGINT)
-                time.sleep(0.05)
-                launch.signal_group(signal.SIGINT)
-                assert launch.wait() == 0, launch.output
-                unfinished.result()
-            assert "Traceback" not in launch.output
-            assert launch.leftovers() == []
+    with forked(words, tmp_path / "alone", program=["-m", "megatron_rl.cli", "serve"]) as launch:
+        client = _address(launch, token)
+        alone = _texts(client.chat.completions.create(**ASK, seed=7, n=3))
+        launch.signal_rank(0, signal.SIGINT)
+        assert launch.wait() == 0, launch.output
+    words.append(f"--{flag}-model-parallel-size=2")
+    with launched(words, tmp_path / "serve", 2, by_itself=True, command="serve") as launch:
+        client = _address(launch, token)
+        assert _texts(client.chat.completions.create(**ASK, seed=7, n=3)) == alone, "a model over ranks says the same"
+        chunks = _streamed(client, seed=7)
+        assert "".join(chunks) == alone[0]
+        assert len(chunks) > 2
+        worked = _cpu_seconds(launch)
+        time.sleep(2.0)
+        assert _cpu_seconds(launch) - worked < 0.5, "who waits for calls does not compute"
+        with ThreadPoolExecutor(1) as pool:
+            unfinished = pool.submit(_expect_its_end, client)
+            launch.signal_group(signal.SIGINT)
+            time.sleep(0.05)
+            launch.signal_group(signal.SIGINT)
+            assert launch.wait() == 0, launch.output
+            unfinished.result()
+        assert "Traceback" not in launch.output
+        assert launch.leftovers() == []
     assert token.stat().st_mode & 0o077 == 0
-    assert said[0] == said[1], "a model over ranks says the same"
 
 
 def _cpu_seconds(launch: Launch) -> float:

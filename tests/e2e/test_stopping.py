@@ -42,7 +42,7 @@ def whole(workshop) -> Path:
     return workshop.run_dir("undisturbed")
 
 
-def test_a_run_stopped_in_every_way_and_resumed_is_the_undisturbed_one(workshop, whole):
+def test_a_run_stopped_in_every_way_and_resumed_is_the_undisturbed_one(workshop, whole, with_long):
     run_dir, slow = workshop.run_dir("disturbed"), _environments(workshop, "slow", seconds=0.05)
     flags = {"train_iters": STEPS, "langrl_env_config": slow, "use_distributed_optimizer": True}
     stops = {
@@ -50,6 +50,8 @@ def test_a_run_stopped_in_every_way_and_resumed_is_the_undisturbed_one(workshop,
         "Ctrl-C in the terminal": lambda launch: launch.signal_group(signal.SIGINT),
         "SIGTERM to one rank": lambda launch: launch.signal_rank(1, signal.SIGTERM),
     }
+    if not with_long:  # test_command.py has it under the command's launcher
+        del stops["Ctrl-C in the terminal"]
     reached = 0
     for what, stop in stops.items():
         start = forked if "one rank" in what else launched
@@ -153,7 +155,8 @@ def test_a_killed_main_rank_leaves_no_environment_server(workshop):
         assert launch.leftovers() == []
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long  # tests/unit/environments/test_server_faults.py kills a server as often under a client's requests
+@pytest.mark.parametrize("kills", [3, 20])
 def test_a_run_whose_environment_server_is_killed_is_the_undisturbed_one(workshop, whole, kills):
     """At random moments, on two ranks: no rollout is lost or graded twice, and every reward is the same."""
     name = f"server_killed_{kills}"
@@ -225,15 +228,14 @@ def test_a_second_run_in_a_used_directory_is_refused(workshop):
     assert (workshop.run_dir("used") / "run.json").read_text() == before
 
 
-@pytest.mark.long  # test_command.py has it of two ranks
 def test_a_second_ctrl_c_ends_at_once(workshop):
     run_dir, started = workshop.run_dir("twice"), workshop.folder / "twice_started"
     slow = _environments(workshop, "twice", seconds=2, started=str(started))
-    with launched(workshop.rl("twice", langrl_env_config=slow, exit_grace_seconds=600), run_dir) as launch:
+    with forked(workshop.rl("twice", langrl_env_config=slow, exit_grace_seconds=600), run_dir) as launch:
         launch.wait_until(started.exists, "the first grade")
-        launch.signal_group(signal.SIGINT)
+        launch.signal_rank(0, signal.SIGINT)
         time.sleep(1.5)  # within a second it would be an echo of the first one
-        launch.signal_group(signal.SIGINT)
+        launch.signal_rank(0, signal.SIGINT)
         assert launch.wait() == 130
         assert launch.leftovers() == []
         assert "Traceback" not in launch.output

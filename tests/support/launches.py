@@ -124,14 +124,16 @@ class Launch:
 class ForkedLaunch(Launch):
     """The ranks alone, in forks: no launcher, and nothing is imported again. For what is asked of ranks and servers."""
 
-    def __init__(self, argv: Sequence[str], run_dir: Path, ranks: int) -> None:
+    def __init__(
+        self, argv: Sequence[str], run_dir: Path, ranks: int, program: Sequence[str] = ("train_rl.py",)
+    ) -> None:
         self.run_dir = run_dir
         self._log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         port = free_port()
         with self._log.open("ab") as log:
             self._forks = [
-                Fork(["train_rl.py", *map(str, argv)], rank_environment(rank, ranks, port), log, log, rank)
+                Fork([*program, *map(str, argv)], rank_environment(rank, ranks, port), log, log, rank)
                 for rank in range(ranks)
             ]
 
@@ -174,9 +176,11 @@ def launched(
 
 
 @contextlib.contextmanager
-def forked(argv: Sequence[str], run_dir: Path, ranks: int = 1) -> Iterator[Launch]:
+def forked(
+    argv: Sequence[str], run_dir: Path, ranks: int = 1, program: Sequence[str] = ("train_rl.py",)
+) -> Iterator[Launch]:
     """The same of ranks without a launcher."""
-    with contextlib.closing(ForkedLaunch(argv, run_dir, ranks)) as launch:
+    with contextlib.closing(ForkedLaunch(argv, run_dir, ranks, program)) as launch:
         yield launch
 
 
