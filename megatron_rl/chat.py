@@ -59,9 +59,12 @@ class ChatFormat:
             self.tool_call_parser or below.tool_call_parser,
         )
 
-    def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return ``messages`` as the template gets them, the system prompt first unless they begin with their own."""
-        prepared = [_for_template(message) for message in messages]
+    def conversation(self, messages: Sequence[Message], arguments_are_text: bool = False) -> list[dict[str, Any]]:
+        """Return ``messages`` as the template gets them, the system prompt first unless they begin with their own.
+
+        The arguments of calls become objects, or stay the JSON texts that the API has.
+        """
+        prepared = [_for_template(message, arguments_are_text) for message in messages]
         if self.system_prompt and not (prepared and prepared[0]["role"] == "system"):
             prepared.insert(0, {"role": "system", "content": self.system_prompt})
         return prepared
@@ -75,12 +78,14 @@ class ChatFormat:
         return {name: hashlib.sha256((text or "").encode()).hexdigest()[:16] for name, text in settings.items()}
 
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """Templates want arguments of calls as an object, where the API has JSON text. Some join content to other text,
-    which fails without any, and Llama's takes an empty list of calls for a message of calls."""
+def _for_template(message: Message, arguments_are_text: bool) -> dict[str, Any]:
+    """Most templates want arguments of calls as an object, where the API has JSON text. Some join content to other
+    text, which fails without any, and Llama's takes an empty list of calls for a message of calls."""
     prepared = {**message, "content": "" if message.get("content") is None else message["content"]}
     calls = prepared.pop("tool_calls", None)
-    if calls:
+    if calls and arguments_are_text:
+        prepared["tool_calls"] = calls
+    elif calls:
         prepared["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
     return prepared
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,7 +153,10 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return self.encode("".join(message["content"] for message in messages))
-        conversation = [*prompt, {"role": "assistant", "content": _SPOKEN}, *messages]
+        turn, rest = {"role": "assistant", "content": _SPOKEN}, ""
+        if messages and messages[0]["role"] == "tool" and (parser := self.tool_call_parser(environment)):
+            turn, rest = PARSERS.get(parser).turn(_SPOKEN, messages[0])
+        conversation = [*prompt, turn, *messages]
         try:
             rendered = self.render(conversation, environment, tools)
         except Exception as error:  # a template raises whatever its author chose
@@ -162,7 +165,8 @@ class Tokenizer:
         before, *after = rendered.split(_SPOKEN)
         if len(after) != 1:
             raise EnvironmentFault(f"the chat template shows a turn of the model {len(after)} times; once is needed")
-        return self.encode(self.without_end_token(after[0]) if ended else after[0])
+        reply = after[0].removeprefix(rest)
+        return self.encode(self.without_end_token(reply) if ended else reply)
 
     def without_end_token(self, text: str) -> str:
         """Remove an end token at the beginning of ``text``."""
@@ -178,13 +182,17 @@ class Tokenizer:
         """
         chat = self.chat_format(environment)
         offered = chat.tools if tools is None else tools
-        return self._backend.apply_chat_template(
-            chat.conversation(messages),
+        apply = partial(
+            self._backend.apply_chat_template,
             chat_template=chat.template,
             tools=[dict(tool) for tool in offered] or None,
             tokenize=False,
             **{"add_generation_prompt": True, **chat.template_kwargs},
         )
+        try:
+            return apply(chat.conversation(messages))
+        except TypeError:  # DeepSeek's templates join the arguments of calls to other text
+            return apply(chat.conversation(messages, arguments_are_text=True))
 
     def ignores_tools(self, environment: str = "") -> bool:
         """Return whether its chats look the same with tools as without; raises what the template raises."""

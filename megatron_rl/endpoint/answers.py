@@ -14,7 +14,7 @@ from megatron_rl.registry import REASONING
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
 
-CALL_BEGINS = re.compile("[<{]")
+CALL_BEGINS = re.compile(r"[<{]|\[TOOL_CALLS\]|^ to\b")
 PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """Decoded from a character of which not all bytes are sampled yet."""
 CONTEXT = 16

@@ -162,7 +162,8 @@ class Session:
         def encode(after: int | None) -> Sequence[int]:
             if after is None:
                 return tokenizer.encode_prompt(messages, self.environment, tools)
-            before, new, ended = messages[: num_known - 1], messages[num_known:], self._has_ended(after)
+            before, said, ended = messages[: num_known - 1], messages[num_known - 1], self._has_ended(after)
+            new = [_named(message, said) for message in messages[num_known:]]
             return tokenizer.encode_reply(before, new, ended, self.environment, tools)
 
         try:
@@ -287,6 +288,13 @@ def _followed(prompt: blake2b, text: str) -> blake2b:
     history = prompt.copy()
     history.update(_SEPARATOR + text.encode())
     return history
+
+
+def _named(message: Message, said: Message) -> Message:
+    """Return a tool's result with the name of the function that was called in ``said``: some templates show it."""
+    calls = said.get("tool_calls") or ()
+    names = [call["function"]["name"] for call in calls if call.get("id") == message.get("tool_call_id")]
+    return {"name": names[0], **message} if names and message["role"] == "tool" else message
 
 
 def _canonical(message: Message) -> str:

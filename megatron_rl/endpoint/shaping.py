@@ -60,7 +60,7 @@ class Shaping:
         rules, shape = form.grammar(schemas_of(tools), write), request.options.shape
         if not rules:
             refuse("tool_choice", f"cannot be made to hold: {parser!r} has no grammar of its calls; give 'auto'")
-        calls = "call" if request.one_call else f"call ({write(form.between)} call)*"
+        calls = form.answer(write, bool(request.one_call))
         if shape is None:
             return f"start: {calls}\n{rules}"
         return f"start: {calls} | answer\n{rules}\nanswer: {shape.rule}"

@@ -115,19 +115,21 @@ class ToolEnvironment(ConversationEnvironment):
     def step(self, task: Task, state: Any, turn: Turn) -> Step:
         """Return the results of the turn's calls, or the end."""
         counts = dict(state or {"tool_calls": 0, "bad_tool_calls": 0})
-        said = parse(turn.text, self.tools, turn.tool_call_parser or self.parser, f"call_{turn.number}")
+        parser, prefix = turn.tool_call_parser or self.parser, f"call_{turn.number}"
+        said = parse(turn.text, self.tools, parser, prefix)
         if turn.last or not turn.ended or not (said.calls or said.problems):
             verdict = self.grade(task, turn)
             grade = verdict if isinstance(verdict, Grade) else Grade(verdict)
             return Step(done=True, reward=replace(grade, metrics={**counts, **grade.metrics}))
-        results = [(call.id, *self._result(task, call)) for call in said.calls[: self.most_calls]]
+        results = [(call.id, call.name, *self._result(task, call)) for call in said.calls[: self.most_calls]]
         errors = list(said.problems)
         if len(said.calls) > self.most_calls:
             errors.append(f"more than {self.most_calls} calls at once; the others were not made")
-        results += [(f"call_{turn.number}_{len(results) + n}", f"Error: {e}", True) for n, e in enumerate(errors)]
+        new_id, known = PARSERS.get(parser).new_id, len(results)
+        results += [(new_id(prefix, known + n), "", f"Error: {error}", True) for n, error in enumerate(errors)]
         counts["tool_calls"] += len(said.calls) + len(said.problems)
         counts["bad_tool_calls"] += sum(is_bad for *_, is_bad in results)
-        messages = tuple(self._message(task, number, text) for number, text, _ in results)
+        messages = tuple(self._message(task, *result[:3]) for result in results)
         return Step(messages, counts, reward=Grade(self.reward_range[0], counts, "no_answer"))
 
     def call(self, name: str, **arguments: Any) -> str:
@@ -149,9 +151,9 @@ class ToolEnvironment(ConversationEnvironment):
             return f"Error: {one_line(f'{type(error).__name__}: {error}', LONGEST_ERROR)}", True
         return text if len(text) <= self.longest_result else f"{text[: self.longest_result]} ... (cut)", is_bad
 
-    def _message(self, task: Task, number: str, text: str) -> Message:
+    def _message(self, task: Task, number: str, name: str, text: str) -> Message:
         content = self.text_result.format(text) if isinstance(task.prompt, str) else text
-        return {"role": "tool", "tool_call_id": number, "content": content}
+        return {"role": "tool", "tool_call_id": number, "content": content} | ({"name": name} if name else {})
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:

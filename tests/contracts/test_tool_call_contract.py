@@ -33,10 +33,10 @@ TEXTS = {"type": "object", "properties": {name: {"type": "string"} for name in (
 SCHEMAS: Schemas = {"one": TEXTS, "two-2.b": TEXTS}
 
 
-@pytest.fixture(params=[*PARSERS.names(), "mistral_calls.py:PARSER"])
+@pytest.fixture(params=[*PARSERS.names(), "internlm_calls.py:PARSER"])
 def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (text,) = re.findall(r"```python\n# mistral_calls\.py\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "mistral_calls.py").write_text(text, encoding="utf-8")
+    (text,) = re.findall(r"```python\n# internlm_calls\.py\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "internlm_calls.py").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return request.param
@@ -62,7 +62,10 @@ def test_published_answers(name: str, parser: Parser) -> None:
         schemas = example.tools or {called: {"type": "object"} for called, _ in example.calls}
         parsed = parse(example.text, tools(schemas), name)
         assert said(parsed) == list(example.calls) and parsed.content == example.content and not parsed.problems
-        assert [call.id for call in parsed.calls] == [f"call_{n}" for n in range(len(example.calls))]
+        new = [parser.new_id("call", number) for number in range(len(example.calls))]
+        written = example.ids or [""] * len(new)
+        assert [call.id for call in parsed.calls] == [own or other for own, other in zip(written, new, strict=True)]
+        assert len(set(new)) == len(new)
         assert not any(call.problem for call in parsed.calls)
 
 

@@ -52,14 +52,17 @@ class Parsed:
 
 
 def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, prefix: str = "call") -> Parsed:
-    """Return the calls of an answer, with the ids ``call_0``, ``call_1`` ...; raises nothing whatever the text.
+    """Return the calls of an answer; raises nothing whatever the text.
+
+    A call has the id that the model wrote, else ``call_0``, ``call_1`` ... or what its format asks for.
 
     ``tools`` are checked. A thought is searched for no calls.
     """
     schemas = schemas_of(tools)
     thought, answer = split_thought(text)
-    content, calls, problems = [thought], [], []
-    for piece in PARSERS.get(parser).read(answer, schemas):
+    content, calls, problems, ids = [thought], [], [], set()
+    reader = PARSERS.get(parser)
+    for piece in reader.read(answer, schemas):
         if isinstance(piece, str):
             content.append(piece)
         elif isinstance(piece, Unreadable):
@@ -68,7 +71,10 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
             if len(problems) == MOST_UNREADABLE:
                 return Parsed(text, (), tuple(problems))
         else:
-            calls.append(ToolCall(f"{prefix}_{len(calls)}", *piece, problem=_problem(*piece, schemas)))
+            name, arguments, *own = piece
+            number = own[0] if own and own[0] not in ids else reader.new_id(prefix, len(calls))
+            ids.add(number)
+            calls.append(ToolCall(number, name, arguments, _problem(name, arguments, schemas)))
     shown = "".join(content)
     return Parsed(shown.strip() if calls else shown, tuple(calls), tuple(problems))
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from megatron_rl.environments.tool_calls.grammar import Literal, closed, json_rule, written
 from megatron_rl.environments.tool_calls.schemas import Schemas, value_of
-from megatron_rl.json_text import check_bounds, dumps, loads
+from megatron_rl.json_text import check_bounds, dumps, first_value, loads
 
-Written = tuple[str, Mapping[str, Any]]
-"""Name and arguments of a call."""
+Written = tuple[str, Mapping[str, Any]] | tuple[str, Mapping[str, Any], str]
+"""Name and arguments of a call, and its id where the model writes one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Example:
     content: str = ""
     tools: Schemas | None = None
     """Of formats whose arguments are read by their schemas."""
+    ids: tuple[str, ...] = ()
+    """Of formats that write them."""
 
 
 class Parser(ABC):
@@ -60,8 +62,21 @@ class Parser(ABC):
     def write(self, calls: Sequence[Written]) -> str:
         """Calls as the model writes them."""
 
+    def new_id(self, prefix: str, number: int) -> str:
+        """Return the id of a call that was written without one; ``number`` counts the calls of an answer."""
+        return f"{prefix}_{number}"
+
+    def turn(self, mark: str, result: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """Return the model's turn before the ``result`` of a call, for the chat template: ``mark`` is what it said.
+
+        The second part is text of that turn which the template writes after ``mark``.
+        """
+        return {"role": "assistant", "content": mark}, ""
+
     between: ClassVar[str] = "\n"
     """Stands between two calls."""
+    around: ClassVar[tuple[str, str]] = ("", "")
+    """What stands before the first call of an answer, and after the last."""
     close: ClassVar[str] = ""
     """Ends a call, and an answer that may have only one; empty where calls have no end mark."""
 
@@ -69,22 +84,36 @@ class Parser(ABC):
         """Return rules in Lark's notation, of which ``call`` is any call as `write` writes it; empty: unknown."""
         return ""
 
+    def answer(self, literal: Literal, is_one: bool = False) -> str:
+        """Return what an answer of one call or several is, in terms of the rules of `grammar`."""
+        between, before, after = (written(text, self.markers, literal) for text in (self.between, *self.around))
+        return " ".join(filter(None, (before, "call" if is_one else f"call ({between} call)*", after)))
+
 
 class SearchingParser(Parser):
     """Reads one call after the other, each where ``begin`` is found."""
 
     begin: ClassVar[re.Pattern[str]]
     json_form: ClassVar[tuple[str, str]] | None = None
-    """What `write` puts before and after the JSON of the arguments, with ``{}`` for the name as a JSON text."""
+    """What `write` puts before and after the JSON of the arguments of a call, with ``{}`` and ``{id}`` in it."""
+    id_rule: ClassVar[str] = ""
+    """A regular expression of Lark for the ids that calls have."""
+
+    def shown_name(self, name: str) -> str:
+        """Return the name as calls have it."""
+        return dumps(name)
 
     def grammar(self, schemas: Schemas, literal: Literal) -> str:
         if self.json_form is None:
             return ""
         before, after = self.json_form
         rules = [f"call: {' | '.join(f'f{n}' for n in range(len(schemas)))}"]
+
+        def shown(text: str) -> str:
+            return f" {self.id_rule} ".join(written(part, self.markers, literal) for part in text.split("{id}"))
+
         for number, (name, schema) in enumerate(schemas.items()):
-            begin = written(before.replace("{}", dumps(name)), self.markers, literal)
-            rules.append(f"f{number}: {begin} a{number} {written(after, self.markers, literal)}")
+            rules.append(f"f{number}: {shown(before.replace('{}', self.shown_name(name)))} a{number} {shown(after)}")
             rules.append(f"a{number}: {json_rule(closed(schema))}")
         return "\n".join(rules)
 
@@ -100,6 +129,48 @@ class SearchingParser(Parser):
             piece, at = self.call(text, begin, schemas)
             yield piece
         yield text[at:]
+
+
+class MarkedParser(SearchingParser):
+    """Reads calls that are a name and the JSON of the arguments, with marks around either.
+
+    ``begin`` may have a group ``id``; of its other groups one is the name, or none where a call is begun wrongly.
+    """
+
+    end: ClassVar[re.Pattern[str]]
+    """Of a call. Where an answer ends, it may be missing: it may be the end token."""
+    json_form: ClassVar[tuple[str, str]]
+
+    def shown_name(self, name: str) -> str:
+        return name
+
+    def written_id(self, number: int) -> str:
+        """Return what `write` has for ``{id}`` in the call ``number`` of an answer."""
+        return str(number)
+
+    def write(self, calls: Sequence[Written]) -> str:
+        """Write the calls, their JSON as ``json.dumps`` does."""
+        shown = []
+        for number, (name, arguments, *_) in enumerate(calls):
+            before, after = (text.replace("{id}", self.written_id(number)) for text in self.json_form)
+            shown.append(before.replace("{}", name) + dumps(dict(arguments)) + after)
+        return self.between.join(shown).join(self.around)
+
+    def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
+        at, groups = begin.end(), begin.groupdict()
+        number, name = groups.pop("id", None), "".join(filter(None, groups.values()))
+        try:
+            if not name:
+                raise ValueError("its name and arguments do not follow its first mark")
+            value, at = first_value(text, at)
+            found, end = call_of(name, value), self.end.match(text, at)
+            if end is None and text[at:].strip():
+                raise ValueError("the mark of its end does not follow its JSON")
+            return (*found, number) if number else found, end.end() if end else len(text)
+        except ValueError as error:
+            following = self.begin.search(text, max(at, getattr(error, "pos", 0)))
+            end_of_piece = following.start() if following else len(text)
+            return Unreadable(text[begin.start() : end_of_piece], str(error)), end_of_piece
 
 
 class TaggedParser(SearchingParser):
@@ -178,7 +249,7 @@ class TaggedParser(SearchingParser):
             return Unreadable(text[begin.start() : end_of_piece], str(error)), end_of_piece
 
 
-def call_of(name: object, arguments: object) -> Written:
+def call_of(name: object, arguments: object) -> tuple[str, Mapping[str, Any]]:
     """Return a call; its arguments may be the JSON text of an object. ``ValueError`` for what is no JSON."""
     if not isinstance(name, str) or not name:
         raise ValueError("it has no name")

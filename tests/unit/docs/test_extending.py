@@ -59,7 +59,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_block_says_where_it_goes() -> None:
     assert set(files()) == {
-        "rewards.py", "mine.py", "coarse.py", "mistral_calls.py", "megatron_rl/families/known/seed_oss.py",
+        "rewards.py", "mine.py", "coarse.py", "internlm_calls.py", "megatron_rl/families/known/seed_oss.py",
         "megatron_rl/models/attention/backends/one_by_one.py",
     }  # fmt: skip
 
@@ -147,6 +147,6 @@ def test_all_of_them_pass_the_check_of_a_run(here: Path) -> None:
         rl_advantage="mine.py:Bounded", rl_advantage_args=("limit=0.3",), rl_policy_loss="mine:Reinforce",
         rl_correction="token_tis + mine.py:Close", rl_correction_args=("nats=0.2",),
         rl_group_filter="mine.py:Spread", rl_group_filter_args=("gap=1",),
-        rl_rollout_quantization="coarse.py:RECIPE", rl_tool_call_parser="mistral_calls.py:PARSER",
+        rl_rollout_quantization="coarse.py:RECIPE", rl_tool_call_parser="internlm_calls.py:PARSER",
     )  # fmt: skip
     assert extension_problems(asked) == (asked, [])

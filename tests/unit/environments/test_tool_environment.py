@@ -150,8 +150,8 @@ def test_tools_are_inherited_and_replaced() -> None:
 def test_calls_are_made_in_order_and_answered_by_their_ids() -> None:
     step = say("Let me see. " + HERMES.write([("price", {"product": "pear"}), ("total", {"prices": [1, 2]})]))
     assert step.messages == (
-        {"role": "tool", "tool_call_id": "call_1_0", "content": "3"},
-        {"role": "tool", "tool_call_id": "call_1_1", "content": '{"total": 3}'},
+        {"role": "tool", "tool_call_id": "call_1_0", "content": "3", "name": "price"},
+        {"role": "tool", "tool_call_id": "call_1_1", "content": '{"total": 3}', "name": "total"},
     )
     counts = {"tool_calls": 2, "bad_tool_calls": 0}
     assert (step.state, step.done, step.reward) == (counts, False, Grade(0.0, counts, "no_answer"))
