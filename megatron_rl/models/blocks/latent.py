@@ -128,7 +128,7 @@ class LatentAttention(Block, _PlannedLatentAttention):
     @staticmethod
     def place(submodules: MLASelfAttentionSubmodules, config: TransformerConfig) -> None:
         submodules.core_attention = IdentityOp  # the plan attends
-        submodules.q_layernorm = submodules.kv_layernorm = TorchNorm
+        submodules.q_layernorm = submodules.kv_layernorm = IdentityOp  # megatron-core 0.19 takes no others unless asked
         if config.tensor_model_parallel_size == 1:
             submodules.linear_q_proj = submodules.linear_q_up_proj = WholeColumnLinear
             submodules.linear_kv_up_proj, submodules.linear_proj = WholeColumnLinear, WholeRowLinear
@@ -137,8 +137,9 @@ class LatentAttention(Block, _PlannedLatentAttention):
         self.kind = kind
         del self.rotary_pos_emb  # each layer's own, of the same numbers
         compressed = self.config.q_lora_rank is not None
-        for norm in (self.kv_layernorm, *([self.q_layernorm] if compressed else [])):
-            norm.eps = _EPSILON
+        self.kv_layernorm = TorchNorm(self.config, self.config.kv_lora_rank, _EPSILON)
+        if compressed:
+            self.q_layernorm = TorchNorm(self.config, self.config.q_lora_rank, _EPSILON)
         if self.world_size == 1:  # in a specification megatron takes no other class for these
             for linear in (self.linear_kv_down_proj, *([self.linear_q_down_proj] if compressed else [])):
                 linear.__class__ = WholeColumnLinear
