@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -138,6 +140,22 @@ def test_calls_after_the_reward_are_refused_at_every_address(stage: Stage) -> No
             client.completions.create(model="policy", prompt="ab")
     assert refused.value.status_code == 410
     assert SESSION.sub("/v1", str(urls[0])) == f"{stage.endpoint.url}/v1", "a judge's calls are of no agent"
+
+
+def test_a_call_that_waits_at_the_end_gets_410_whichever_agent_asked(stage: Stage) -> None:  # noqa: F811
+    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
+        url, header = f"{client_of(client, 'planner').base_url}completions", {"Authorization": f"Bearer {run.api_key}"}
+        waiting.append(threads.submit(httpx.post, url, json={"model": "policy", "prompt": "abz"}, headers=header))
+        while not stage.engine.requests:
+            await asyncio.sleep(0.01)
+        await ask(client_of(client, "worker"), "ab")
+        return Grade(1.0, agent_rewards={"worker": 1.0})
+
+    waiting: list[Future[httpx.Response]] = []
+    with ThreadPoolExecutor(1) as threads:
+        (rollout,) = stage.run(play).groups[0].rollouts
+        assert waiting[0].result(timeout=30).status_code == 410
+    assert rollout.agents == ("worker",)
 
 
 def test_agents_come_back_from_the_journal(

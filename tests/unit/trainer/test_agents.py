@@ -181,7 +181,7 @@ def test_what_travels_and_what_is_counted(one_rank: ParallelGroups) -> None:
     batch = laid(samples, step)
     batch = replace(batch, advantages=grpo.Advantage()(batch)[0])
     metrics = advantage_metrics([[batch]], one_rank.data_group)
-    assert metrics["critic/advantages/max"] == pytest.approx(1.0, abs=1e-5), "not the mean with the other agent's"
+    assert metrics["critic/advantages/min"] == pytest.approx(-1.0, abs=1e-5), "not the mean with the other agent's"
     assert places(batch)[batch.in_loss].unique().numel() == 8
 
 
