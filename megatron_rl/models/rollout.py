@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.plan import AttentionPlan
 from megatron_rl.models.blocks import BLOCKS
-from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding, TorchNorm
+from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding, TorchNorm, rollout_product
 from megatron_rl.platform.megatron import inference_flag
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class RolloutForward:
         tied = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         if self._is_whole:
-            return torch.mm(chosen, weight.t())
+            return rollout_product(chosen, weight)
         return gpt.output_layer(chosen[:, None], weight=weight, runtime_gather_output=True)[0][:, 0]
 
     def _stock(self, gpt: GPTModel, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

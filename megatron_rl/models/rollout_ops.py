@@ -111,8 +111,7 @@ class WholeColumnLinear(ColumnParallelLinear):
         """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
         weight = self.weight if weight is None else weight
         in_rollout = input_.dim() == 2 and not torch.is_grad_enabled()
-        is_wide = in_rollout and weight.shape[0] >= WIDE and weight.device.type == "cpu"
-        product = _wide_product(input_, weight) if is_wide else torch.matmul(input_, weight.t())
+        product = rollout_product(input_, weight) if in_rollout else torch.matmul(input_, weight.t())
         return _with_bias(product, self.bias, self.skip_bias_add)
 
 
@@ -124,11 +123,14 @@ class WholeRowLinear(RowParallelLinear):
         return _with_bias(torch.matmul(input_, self.weight.t()), self.bias, self.skip_bias_add)
 
 
-def _wide_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``tokens weight^T`` in strips of columns: on a CPU the same bits in 0.82 to 0.88 of the time at 512 x 3072.
+def rollout_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``tokens weight^T``, [N, out] of [N, in] and [out, in], without gradients.
 
-    The last strip takes the rest, so that none is narrow enough for another kernel.
+    On a CPU a wide weight is taken in strips of columns: the same bits in 0.6 to 0.95 of the time, by its size
+    (docs/measurements/performance.md). The last strip takes the rest, so that none is narrow enough for another kernel.
     """
+    if weight.shape[0] < WIDE or weight.device.type != "cpu":
+        return torch.mm(tokens, weight.t())
     product = tokens.new_empty(tokens.shape[0], weight.shape[0])
     starts = range(0, weight.shape[0] - STRIP + 1, STRIP)
     for start in starts:

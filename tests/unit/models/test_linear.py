@@ -12,6 +12,7 @@ from megatron_rl.models.rollout_ops import (
     RowParallelLinear,
     WholeColumnLinear,
     WholeRowLinear,
+    rollout_product,
 )
 from megatron_rl.platform.groups import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
@@ -84,3 +85,11 @@ def test_a_wide_product_in_strips_has_the_same_bits(one_rank: ParallelGroups, ro
     whole, _ = module(tokens)
     assert whole.requires_grad
     assert torch.equal(strips, whole)
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("vocabulary", [50257, 151936])
+def test_the_logits_of_published_vocabularies_have_the_same_bits(rows: int, vocabulary: int) -> None:
+    """Rollouts multiply by the output layer in strips, training does not."""
+    hidden, weight = torch.randn(rows, 96), torch.randn(vocabulary, 96)
+    assert torch.equal(rollout_product(hidden, weight), hidden @ weight.t())
