@@ -77,9 +77,9 @@ def test_several_tensor_parallel_ranks_keep_the_stock_layers(one_rank: ParallelG
 @pytest.mark.parametrize("columns", [WIDE, WIDE + 1, 2 * WIDE, 2 * WIDE - 40])
 def test_a_wide_product_in_strips_has_the_same_bits(one_rank: ParallelGroups, rows: int, columns: int) -> None:
     """Rollouts multiply in strips, training does not."""
-    changes = {"hidden_size": 96, "ffn_hidden_size": columns, "swiglu": False}
+    changes = {"hidden_size": 512, "ffn_hidden_size": columns, "swiglu": False}
     module = tiny_policy(tiny_config(**changes)).gpt.decoder.layers[0].mlp.linear_fc1
-    tokens = torch.randn(rows, 96)
+    tokens = torch.randn(rows, 512)
     with torch.inference_mode():
         strips, _ = module(tokens)
     whole, _ = module(tokens)
@@ -88,8 +88,8 @@ def test_a_wide_product_in_strips_has_the_same_bits(one_rank: ParallelGroups, ro
 
 
 @pytest.mark.parametrize("rows", [4, 64])
-@pytest.mark.parametrize("vocabulary", [50257, 151936])
-def test_the_logits_of_published_vocabularies_have_the_same_bits(rows: int, vocabulary: int) -> None:
+@pytest.mark.parametrize(("vocabulary", "width"), [(50257, 96), (151936, 64), (49152, 576), (WIDE, 32)])
+def test_the_logits_of_published_vocabularies_have_the_same_bits(rows: int, vocabulary: int, width: int) -> None:
     """Rollouts multiply by the output layer in strips, training does not."""
-    hidden, weight = torch.randn(rows, 96), torch.randn(vocabulary, 96)
+    hidden, weight = torch.randn(rows, width), torch.randn(vocabulary, width)
     assert torch.equal(rollout_product(hidden, weight), hidden @ weight.t())
