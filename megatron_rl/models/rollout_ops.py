@@ -127,17 +127,16 @@ class WholeRowLinear(RowParallelLinear):
 def rollout_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``tokens weight^T``, [N, out] of [N, in] and [out, in], without gradients.
 
-    On a CPU a wide weight is taken in strips of columns: the same bits in 0.5 to 0.95 of the time, by its size
-    (docs/measurements/performance.md). The last strip takes the rest, so that none is narrow enough for another kernel.
+    On a CPU a wide weight is taken in strips of columns: the same bits in 0.5 to 0.95 of the time, by its size. The
+    last strip takes the rest, so that none is narrow enough for another kernel.
     """
     (wide, width), rows = weight.shape, tokens.shape[0]
     if wide < WIDE or weight.device.type != "cpu" or rows * width < LEAST_WORK:
         return torch.mm(tokens, weight.t())
     strip = max(STRIP, STRIP_ELEMENTS // width // STRIP * STRIP)
     product = tokens.new_empty(rows, wide)
-    starts = range(0, max(1, wide - strip + 1), strip)
-    for start in starts:
-        end = wide if start == starts[-1] else start + strip
+    for start in range(0, max(1, wide - strip + 1), strip):
+        end = start + strip if start + 2 * strip <= wide else wide
         torch.mm(tokens, weight[start:end].t(), out=product[:, start:end])
     return product
 
