@@ -150,6 +150,25 @@ def read_sigmoid_experts(config: HfConfig) -> dict[str, Any]:
     }
 
 
+def read_softmax_experts(config: HfConfig, norm_topk_prob: bool = False) -> dict[str, Any]:
+    """Read experts as Qwen's models have them: chosen by softmax, in all layers or in some."""
+    # transformers 5 writes the number of experts under another name than the published files have.
+    count = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+    step, layers = config.whole("decoder_sparse_step", 1), min(config.whole("num_hidden_layers"), MOST_LAYERS)
+    dense = config.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or step > layers or len(dense) >= layers:
+        config.refuse("mlp_only_layers", dense, "some layers have experts, and the dense ones are listed")
+        step, dense = 1, []
+    return {
+        "num_experts": config.whole(count),
+        "moe_ffn_hidden_size": config.whole("moe_intermediate_size"),
+        "moe_router_topk": config.whole("num_experts_per_tok"),
+        "moe_layer_freq": layer_pattern([at not in dense and (at + 1) % step == 0 for at in range(layers)]),
+        # Shares of the chosen experts among themselves are those of a softmax over the chosen ones.
+        "moe_router_pre_softmax": not config.switch("norm_topk_prob", norm_topk_prob),
+    }
+
+
 def read_gated_delta(config: HfConfig) -> dict[str, Any]:
     """Return the settings that `read_decoder` is given for a model of such layers."""
     config.expect("attn_output_gate", True, why="the output of attention has a gate")

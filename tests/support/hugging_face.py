@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config.arguments import read_config
@@ -90,6 +92,25 @@ def reference_logits(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
     """transformers' logits of every token, ``[T, V]``, a sequence at a time; padding included."""
     sequences = batch.samples.token_ids.split(list(batch.packing.lengths))
     return torch.cat([model(ids[None]).logits[0] for ids in sequences])
+
+
+class _Double(TorchFunctionMode):
+    """Makes fp64 of the fp32 that transformers takes for norms, RoPE and softmax whatever the weights are."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == "float":
+            return args[0].double()
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def exact_logits(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
+    """Return `reference_logits` of the same weights, computed in fp64 throughout."""
+    double = copy.deepcopy(model).double()
+    double.config._experts_implementation = "eager"  # the grouped product takes no fp64
+    with _Double():
+        return reference_logits(double, batch)
 
 
 @torch.no_grad()

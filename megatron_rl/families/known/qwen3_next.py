@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen
+from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen, read_softmax_experts
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.weights import WeightMap, decoder_weights
 
 
 def _read(config: HfConfig) -> Architecture:
-    config.expect("decoder_sparse_step", 1, why="every layer has experts")
-    config.expect("mlp_only_layers", [], why="every layer has experts")
-    # transformers 5 writes the number of experts under another name than the published files have.
-    count = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     return read_qwen(
         config,
-        num_experts=config.whole(count),
-        moe_ffn_hidden_size=config.whole("moe_intermediate_size"),
-        moe_router_topk=config.whole("num_experts_per_tok"),
-        # Shares of the chosen experts among themselves are those of a softmax over the chosen ones.
-        moe_router_pre_softmax=not config.switch("norm_topk_prob", True),
+        **read_softmax_experts(config, norm_topk_prob=True),
         moe_shared_expert_intermediate_size=config.whole("shared_expert_intermediate_size"),
         moe_shared_expert_gate=True,
         linear_joint_projections=True,
@@ -48,6 +40,7 @@ FAMILY = Family(
         {
             **_SMALL, "linear_num_key_heads": 4, "linear_value_head_dim": 8, "norm_topk_prob": False,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"], "tie_word_embeddings": True,
+            "decoder_sparse_step": 2,
         },
     ),
 )  # fmt: skip
