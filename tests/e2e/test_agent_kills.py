@@ -1,6 +1,6 @@
 """A run of harnesses that is killed amid their calls and started again is the run that was never killed: to the bit.
 
-Half of them are judged by the policy itself.
+Half of them have two agents, and half are judged by the policy itself.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def has_branches(run_dir: Path) -> None:
     rows = [json.loads(line) for line in (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert {(row["group"], row["sample"]) for row in rows} == {(group, n) for group in range(4) for n in range(2)}
     assert {row["branch"] for row in rows} >= {0, 1, 2, 3}
+    assert {row.get("agent") for row in rows} == {None, "main", "other"}
     assert any(row["environment_spans"] for row in rows)
     assert any(row["update"] is not None for row in rows if row["branch"])
     assert any(row["environment"] == "judge" and row["reward"] for row in rows)

@@ -168,21 +168,24 @@ class TalksByHarness(HarnessEnvironment):
 
 
 class Branching(TalksByHarness):
-    """Two answers to one question at once beside another question; one goes on, one has its history edited."""
+    """Two answers to one question at once beside another agent's; one goes on, one has its history edited."""
 
     name = "branching"
 
-    async def run(self, task: Task, client: openai.AsyncOpenAI) -> float:
-        """The mean over what was said."""
+    async def run(self, task: Task, client: openai.AsyncOpenAI) -> Grade:
+        """The mean over what was said, of each agent."""
 
-        async def ask(prompt: str) -> str:
-            answer = await client.completions.create(model="policy", prompt=prompt)
+        async def ask(prompt: str, by: openai.AsyncOpenAI = client) -> str:
+            answer = await by.completions.create(model="policy", prompt=prompt)
             return answer.choices[0].text
 
-        said = sorted(await asyncio.gather(ask(task.prompt), ask("1+1="), ask(task.prompt)))
+        other = self.agent_client(client, "other")
+        *said, aside = await asyncio.gather(ask(task.prompt), ask(task.prompt), ask(task.prompt, other))
+        said.sort()
         said.append(await ask(f"{task.prompt}{said[0]}+"))
         said.append(await ask(f"{task.prompt}7+"))
-        return sum(map(share_of_digits, said)) / len(said)
+        mean = sum(map(share_of_digits, said)) / len(said)
+        return Grade(mean, agent_rewards={"main": mean, "other": share_of_digits(aside)})
 
 
 def go_wrong(checksum: int) -> None:
