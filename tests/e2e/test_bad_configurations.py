@@ -177,13 +177,25 @@ def test_problems_of_all_kinds_come_together(workshop, used_port, endless_tokeni
     assert _is_complete(outcome.output, fragments), outcome.output
 
 
+OF_RANK_0 = {"run_dir": "/proc/many", "rl_policy_loss": "clap", "wandb_project": "p", "wandb_mode": "online"}
+"""Problems that rank 0 finds, with the process groups already there."""
+SAID_BY_RANK_0 = ["/proc is not", "'clap'", "API key"]
+
+
+def test_of_two_connected_ranks_one_says_so(workshop):
+    output = run(workshop.rl("many", **OF_RANK_0), ranks=2).check(2).output
+    assert _is_complete(output, SAID_BY_RANK_0), output
+    assert output.count("problem(s) in the configuration") == 1
+    assert "Traceback" not in output
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [3, 2])
 def test_under_torchrun_the_lines_are_whole(workshop, used_port, endless_tokenizer, ranks):
     """3 ranks do not even fit the model; 2 are connected when rank 0 finds what is wrong."""
     argv, fragments = _many_problems(workshop, used_port, endless_tokenizer)
-    if ranks == 2:  # only what rank 0 finds, with the process groups already there
-        argv = workshop.rl("many", run_dir="/proc/many", rl_policy_loss="clap", wandb_project="p", wandb_mode="online")
-        fragments = ["/proc is not", "'clap'", "API key"]
+    if ranks == 2:
+        argv, fragments = workshop.rl("many", **OF_RANK_0), SAID_BY_RANK_0
     with launched(argv, workshop.run_dir("many"), ranks=ranks) as launch:
         assert launch.wait() != 0
         assert _is_complete(launch.output, fragments), launch.output

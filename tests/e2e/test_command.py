@@ -23,7 +23,8 @@ def _slow(workshop, seconds: float):
     return workshop.environments("slow", [{"environment": SLOW, "args": {"seconds": seconds}}])
 
 
-def test_two_ranks_train_as_under_torchrun_and_the_command_can_be_typed_again(workshop):
+@pytest.mark.long  # below are two ranks that train, save and leave their command
+def test_two_ranks_train_as_under_torchrun(workshop):
     run(workshop.rl("plain"), ranks=2).check()
     argv, run_dir = workshop.rl("launched"), workshop.run_dir("launched")
     with launched(argv, run_dir, ranks=2, by_itself=True) as launch:
@@ -31,8 +32,6 @@ def test_two_ranks_train_as_under_torchrun_and_the_command_can_be_typed_again(wo
         assert launch.leftovers() == []
     assert _foreign(launch.output) == []
     assert rows_of(run_dir) == rows_of(workshop.run_dir("plain"))
-    words = shlex.split((run_dir / "command.txt").read_text())
-    assert words == ["megatron-rl", "train", "--nproc=2", "--max-restarts=0", *argv]
 
 
 def test_a_wrong_configuration_is_two_lines_and_no_rank(workshop):
@@ -44,7 +43,7 @@ def test_a_wrong_configuration_is_two_lines_and_no_rank(workshop):
     assert "the environment list" in line and "cannot be read" in line
 
 
-def test_ctrl_c_saves_and_the_exit_code_is_0(workshop):
+def test_ctrl_c_saves_the_exit_code_is_0_and_the_command_can_be_typed_again(workshop):
     run_dir = workshop.run_dir("stopped")
     argv = workshop.rl("stopped", train_iters=4000, langrl_env_config=_slow(workshop, 0.05))
     with launched(argv, run_dir, ranks=2, by_itself=True) as launch:
@@ -57,8 +56,11 @@ def test_ctrl_c_saves_and_the_exit_code_is_0(workshop):
     assert facts_of(run_dir)["status"] == "stopped"
     done = rows_of(run_dir)[-1]["step"]
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{done:07d}"
+    words = shlex.split((run_dir / "command.txt").read_text())
+    assert words == ["megatron-rl", "train", "--nproc=2", "--max-restarts=0", *argv]
 
 
+@pytest.mark.long  # test_stopping.py has it of one rank, without a launcher
 def test_a_second_ctrl_c_ends_the_ranks_at_once(workshop):
     run_dir, started = workshop.run_dir("twice"), workshop.folder / "twice_started"
     slow = workshop.environments("twice", [{"environment": SLOW, "args": {"seconds": 2, "started": str(started)}}])
@@ -73,6 +75,7 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(workshop):
     assert _foreign(launch.output) == []
 
 
+@pytest.mark.long  # test_out_of_memory.py has a rank that follows another, unit/cli/test_launch.py the exit code
 def test_a_killed_rank_is_named_and_takes_the_others_along(workshop):
     run_dir = workshop.run_dir("killed")
     argv = workshop.rl("killed", train_iters=4000, langrl_env_config=_slow(workshop, 0.05))

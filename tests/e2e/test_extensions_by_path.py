@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,7 @@ def _check(here: Path, *forms: str) -> subprocess.CompletedProcess[str]:
     return run_python(*words, cwd=here, env={**os.environ, "PYTHONPATH": ""})
 
 
-@pytest.mark.parametrize("first", [0, 2, 4])
+@pytest.mark.parametrize("first", [0, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_all_kinds_are_found(here: Path, first: int):
     """Each kind in several of the forms."""
     checked = _check(here, *FORMS[first:], *FORMS[:first])
@@ -73,12 +72,9 @@ def test_what_is_missing_is_one_line_each_that_names_it(here: Path, form: str):
 
 
 def test_they_do_their_work(here: Path):
-    """In the rank, the environment server and its workers, as real processes; the rewards come from the file."""
-    argv = [sys.executable, str(REPOSITORY / "train_rl.py"), *_command(here, "inside/{kind}.py", train_iters=None)]
-    finished = subprocess.run(
-        [*argv, "--train-iters", "1"], cwd=here, env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
+    """In the rank, the environment server and its workers; the rewards come from the file."""
+    words = [REPOSITORY / "train_rl.py", *_command(here, "inside/{kind}.py", **{"train-iters": 1})]
+    finished = run_python(*words, cwd=here, env={**os.environ, "PYTHONPATH": ""})
     assert finished.returncode in (0, 3), finished.stderr  # random answers: there may be nothing to learn from
     assert (here / "run" / "metrics.jsonl").is_file()
     assert "inside/rl_policy_loss.py:Mine" in (here / "run" / "config.diff.yaml").read_text()

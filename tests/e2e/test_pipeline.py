@@ -15,17 +15,18 @@ SHARED = {"expert_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 Layouts = dict[str, tuple[int, dict[str, Any]]]
 """Name -> ranks and flags."""
+VIRTUAL = STAGES | {"num_layers_per_virtual_pipeline_stage": 1}
 OF_STAGES: Layouts = {
     "one": (1, {}),
     "stages": (2, STAGES),
     "context": (2, CONTEXT),
     "uneven": (2, STAGES | {"decoder_last_pipeline_num_layers": 1}),
-    "virtual": (2, STAGES | {"num_layers_per_virtual_pipeline_stage": 1}),
+    "virtual": (2, VIRTUAL),
 }
+LOOP = {"no_moe_grouped_gemm": True}
 OF_EXPERTS: Layouts = {
     "one": (1, {}), "stages": (2, STAGES), "shared": (2, SHARED), "context": (2, CONTEXT | SHARED),
 }  # fmt: skip
-LOOP = {"no_moe_grouped_gemm": True}
 OF_LOOPS: Layouts = {"one": (1, {}), "loop": (2, SHARED | LOOP)}
 STAGES_MOVED = [
     ("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("uneven", "virtual"), ("context", "one"),
@@ -38,6 +39,14 @@ EXPERTS_MOVED = [
 ]  # fmt: skip
 LOOPS_MOVED = [("loop", "one"), ("one", "loop"), ("loop", "loop")]
 MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
+    "few": (
+        DISTRIBUTED, {"one": (1, {}), "context": (2, CONTEXT), "virtual": (2, VIRTUAL)},
+        [("one", "virtual"), ("virtual", "one"), ("context", "virtual")],
+    ),
+    "few experts": (
+        EXPERTS, {"one": (1, {}), "stages": (2, STAGES), "loop": (2, SHARED | LOOP)},
+        [("one", "loop"), ("loop", "one"), ("stages", "loop"), ("loop", "loop")],
+    ),
     "untied": (DISTRIBUTED, OF_STAGES, STAGES_MOVED),
     "tied": (DISTRIBUTED | {"untie_embeddings_and_output_weights": None}, OF_STAGES, TIED_MOVED),
     "experts": (DISTRIBUTED | EXPERTS, OF_EXPERTS, EXPERTS_MOVED),
@@ -49,12 +58,12 @@ MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
 NUMBERS = ("train/loss", "actor/grad_norm", "actor/params_norm", "perf/total_num_tokens")
 
 
-LONG = {"tied", "experts", "loops, whole optimizer"}
-"""Without ``--long``: untied weights and loops with the distributed optimizer, and experts with a whole one."""
+QUICK = {"few", "few experts"}
+"""The others, in which these are contained, take ``--long``."""
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in MODELS]
+    scope="module", params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in MODELS]
 )
 def runs(request: pytest.FixtureRequest, workshop: Any) -> str:
     """Whole runs of one of `MODELS`, and their second halves where another layout goes on."""

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         2, "rl",
         {
             "use_distributed_optimizer": True, "rl_dynamic_sampling": True, "rl_oversampling": 6, "rl_max_refills": 2,
-            "rl_truncated": "mask",
+            "rl_truncated": "mask", "bf16": True,
         },
     ),
     "rl_dynamic_tensor_parallel": (2, "rl", TENSOR_PARALLEL | {"rl_dynamic_sampling": True, "rl_oversampling": 6}),
@@ -65,29 +65,30 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rl_sgd_one_rank": (1, "rl", {"optimizer": "sgd", "weight_decay": 0.1}),
 }
 """Name -> ranks, mode, flags. Each takes 4 steps; `rl_one_rank` makes 4 updates in each."""
+LONG = {"rl_dynamic_tensor_parallel", "supervised_two_stages", "rl_bf16_two_replicas"}
+"""What only ``--long`` runs: dynamic sampling and bf16 are on two replicas, too, and stages in RL and test_pipeline.py.
+"""
 STOPPED = {2: "rl_two_replicas", 1: "rl_one_rank"}
 """Ranks -> the case of which there is also a run that is told to stop after 2 steps."""
 
 
-def _commands(workshop, ranks: int, suffix: str, **changes: Any) -> list[list[str]]:
-    return [
-        getattr(workshop, mode)(f"{name}_{suffix}", **flags, **changes)
-        for name, (wanted, mode, flags) in CASES.items()
-        if wanted == ranks
-    ]
+def _commands(workshop, names: list[str], suffix: str, **changes: Any) -> list[list[str]]:
+    cases = ((name, *CASES[name][1:]) for name in names)
+    return [getattr(workshop, mode)(f"{name}_{suffix}", **flags, **changes) for name, mode, flags in cases]
 
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["two_ranks", "one_rank"])
-def runs(request, workshop) -> tuple[int, list[str]]:
+def runs(request, workshop, with_long) -> tuple[int, list[str]]:
     """Whole runs in one process a rank, and in fresh ones their second halves again, from what was saved on the way."""
     ranks = request.param
-    names = [name for name, (wanted, _, _) in CASES.items() if wanted == ranks]
+    left_out = set() if with_long else LONG
+    names = [name for name, (wanted, _, _) in CASES.items() if wanted == ranks and name not in left_out]
     stopped = workshop.rl(f"stopped_{ranks}", **CASES[STOPPED[ranks]][2], exit_interval=2)
-    for outcome in run_many([*_commands(workshop, ranks, "whole", save_interval=2), stopped], ranks):
+    for outcome in run_many([*_commands(workshop, names, "whole", save_interval=2), stopped], ranks):
         outcome.check()
     for name in names:
         copy_as_of(2, workshop.run_dir(f"{name}_whole"), workshop.run_dir(f"{name}_halved"))
-    for outcome in run_many(_commands(workshop, ranks, "halved", save_interval=2, resume=True), ranks):
+    for outcome in run_many(_commands(workshop, names, "halved", save_interval=2, resume=True), ranks):
         assert "(step 2)" in outcome.check().output
     return ranks, names
 

@@ -31,31 +31,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stages_int8": ("int8", {"rl_rollout_quantization": "int8", "rl_correction": "token_tis", **ROUNDED}),
 }
 """The layout, and what it is compared with: one rank with the same flags."""
+LONG = {"stages"}
+"""With --long alone: the others have two stages of whole models too."""
 MEASURED = ("val/", "critic/", "actor/", "rollout", "response_length", "training/rollout", "parity/")
 
 
 @pytest.fixture(scope="module")
-def runs(workshop: Any) -> dict[str, Any]:
+def runs(with_long: bool, workshop: Any) -> dict[str, Any]:
     """Each case on one rank and on its stages, and an evaluation of what the first has learned; outcomes by name."""
     ones, twos = {}, {}
+    left_out = set() if with_long else LONG
     for case, (wanted, flags) in CASES.items():
+        if case in left_out:
+            continue
         layout = LAYOUTS[case.partition("_")[0]]
         ones[f"rl_{wanted}"] = workshop.rl(f"rl_{wanted}", **MODEL, **flags)
         twos[f"rl_{case}"] = workshop.rl(f"rl_{case}", **MODEL, **layout, **flags)
-    outcomes = dict(zip(ones, run_many(list(ones.values())), strict=True))
     twos["smooth"] = workshop.rl("smooth", **MODEL, **STAGES, rl_rollout_quantization="int8_smooth", train_iters=1)
-    outcomes |= zip(twos, run_many(list(twos.values()), 2), strict=True)
     alone = {name: value for name, value in MODEL.items() if name.startswith(("num", "rl_prompts", "rl_samples"))}
     alone |= {"perform_rl_step": None, "eval_only": True, "load": workshop.run_dir("rl_plain") / "checkpoints"}
     alone |= dict.fromkeys(("grpo_group_size", "grpo_prompts_per_step", "train_iters"))
-    for name, layout, ranks in (("alone_one", {}, 1), ("alone_stages", LAYOUTS["stages"], 2)):
-        (outcomes[name],) = run_many([workshop.rl(name, **alone, **layout)], ranks)
+    ones["alone_one"] = workshop.rl("alone_one", **alone)
+    twos["alone_stages"] = workshop.rl("alone_stages", **alone, **STAGES)
+    outcomes = {}
+    for commands, ranks in ((ones, 1), (twos, 2)):
+        outcomes |= zip(commands, run_many(list(commands.values()), ranks), strict=True)
     for outcome in outcomes.values():
         outcome.check()
     return outcomes
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LONG else []) for case in CASES])
 def test_an_rl_run_is_that_of_one_rank(runs: dict[str, Any], workshop: Any, case: str) -> None:
     own, one = rows_of(workshop.run_dir(f"rl_{case}")), rows_of(workshop.run_dir(f"rl_{CASES[case][0]}"))
     assert len(own) == len(one) == 5

@@ -44,7 +44,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     [(2, False, 2), (3, True, 3), (-9, False, 137), (-9, True, 137), (-15, False, 143), (-15, True, 0)],
     ids=["its own", "its own, asked to stop", "killed", "killed, asked to stop", "somebody's SIGTERM", "our SIGTERM"],
 )
-def test_the_exit_code(exitcode: int, stopped: bool, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code(
+    exitcode: int, stopped: bool, expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A rank that starts has no handler yet: our SIGTERM ends it, as was asked."""
 
     def fail(arguments: object) -> None:
@@ -54,6 +56,7 @@ def test_the_exit_code(exitcode: int, stopped: bool, expected: int, monkeypatch:
     monkeypatch.setattr(run, "run", fail)
     monkeypatch.setattr(launch, "forwarding_signals", lambda: contextlib.nullcontext(told))
     assert launch.launch(Ranks(nproc=2), "module:function", [], ["megatron-rl"]) == expected
+    assert ("rank 1 was ended by SIGKILL" in caplog.text) == (exitcode == -9)
 
 
 def test_a_rank_ends_with_a_launcher_that_is_killed() -> None:
