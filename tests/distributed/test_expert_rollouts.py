@@ -22,7 +22,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP4": (4, {"expert_model_parallel_size": 4}),
     "TP2 x EP4, ETP1": (4, TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
 }
-LONG = ("EP4", "TP2 x EP4, ETP1")
+LONG = ("EP4", "TP2 x EP4, ETP1", "EP2, loop")
+"""Loops of experts are quantised on EP2, too."""
 DEALS = {"uneven": [0, 0, 0, 0, 1], "one has all": [0, 0, 0, 0, 0]}
 """The replica of each group."""
 
@@ -62,10 +63,10 @@ LINEARS = {
     ("shape", "layout", "recipe"),
     [
         ("mixed", "EP2", "int8"),
-        ("mixed", "TP2 x EP2, ETP1", "none"),
         ("sinks", "EP2", "int8"),
         ("latent, experts", "TP2 x EP2, ETP1", "none"),
-        # Their parts meet in the four above.
+        # Their parts meet in the three above.
+        pytest.param("mixed", "TP2 x EP2, ETP1", "none", marks=pytest.mark.long),
         pytest.param("sinks", "TP2 x EP2, ETP1", "none", marks=pytest.mark.long),
         pytest.param("latent, experts", "EP2", "int8", marks=pytest.mark.long),
     ],
@@ -95,7 +96,10 @@ def test_graphs_of_experts_over_ranks() -> None:
         assert recorded == 2, "batches of 4 and of 8"
 
 
-@pytest.mark.parametrize("layout", ["EP2", "EP2, loop", "TP2 x EP2, ETP1"])
+@pytest.mark.parametrize(
+    # The second has stacks too, as have "mixed" and "sinks" on EP2 above.
+    "layout", ["EP2, loop", "TP2 x EP2, ETP1", pytest.param("EP2", marks=pytest.mark.long)]
+)
 def test_quantised_as_on_one_rank(layout: str) -> None:
     """Also where a rank has no prompts: of its dense layers, and of experts that see zeros alone, no verdict.
 
@@ -123,7 +127,7 @@ SAID = "codes depend on the tensor-parallel size"
 """In docs/quantization.md."""
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+@pytest.mark.parametrize("recipe", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
 def test_quantised_experts_that_are_cut(recipe: str) -> None:
     """Scales are those of a rank's part alone, stacked as one by one, and the document says so."""
     program = "tests.distributed.expert_programs:complete"
@@ -151,7 +155,7 @@ def test_a_rank_whose_layers_all_stay_as_they_are_takes_part() -> None:
     assert [name.split(".")[5] for name in quantised] == ["2", "2", "3", "3"] * 2
 
 
-@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("loop", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_one_rank_cannot_quantise_all_refuse(loop: bool) -> None:
     program = "tests.distributed.expert_programs:refuse"
     first, second = run_ranks(program, 2, parallel=SHARED, no_moe_grouped_gemm=loop)
@@ -161,7 +165,12 @@ def test_what_one_rank_cannot_quantise_all_refuse(loop: bool) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "chunks", "taped"),
-    [("none", None, False), ("none", 2, True), pytest.param("int8", 2, False, marks=pytest.mark.long)],
+    [
+        ("none", 2, True),
+        # test_stages.py has whole stages of one copy
+        pytest.param("none", None, False, marks=pytest.mark.long),
+        pytest.param("int8", 2, False, marks=pytest.mark.long),
+    ],
 )
 def test_on_stages_as_on_one_rank(recipe: str, chunks: int | None, taped: bool) -> None:
     """Four layers on two stages, whole and interleaved, of two copies that share experts. test_stages.py has int8.

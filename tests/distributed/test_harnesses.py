@@ -6,6 +6,7 @@ That its samples are judged amid their turns, by the policy, changes none of it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -86,14 +87,15 @@ def turn_by_turn() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [
-        (1, {"tensor_size": 1}),
-        (2, {"tensor_size": 1}),
-        (2, {"tensor_size": 2}),
+        pytest.param(1, {"tensor_size": 1}, marks=pytest.mark.long),
+        pytest.param(2, {"tensor_size": 1}, marks=pytest.mark.long),
+        pytest.param(2, {"tensor_size": 2}, marks=pytest.mark.long),
         (2, {"tensor_size": 1, "stages": 2}),
     ],
     ids=["one rank", "data", "tensor", "pipeline"],
 )
 def test_a_harness_says_what_the_turns_say(turn_by_turn: dict[str, Any], ranks: int, sizes: dict[str, int]) -> None:
+    """Without ``--long``: replicas in tests/e2e/test_harnesses.py, and two that share experts below."""
     _assert_the_same(run_ranks("tests.distributed.test_harnesses:run_harnesses", ranks, **sizes), turn_by_turn)
 
 
@@ -171,21 +173,26 @@ def step_oddly(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str, f
     return metrics
 
 
+@functools.cache
+def oddly_alone() -> dict[str, float]:
+    return run_ranks("tests.distributed.test_harnesses:step_oddly", 1, tensor_size=1, **SHAPES["experts"])[0]
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
         {"tensor_size": 1},
         {"tensor_size": 1, "stages": 2, "rl_router_replay": True},
-        {"tensor_size": 2, "sequence_parallel": True, "rl_router_replay": True},
+        pytest.param(
+            {"tensor_size": 2, "sequence_parallel": True, "rl_router_replay": True}, marks=pytest.mark.long
+        ),
     ],
     ids=["data", "replay, pipeline", "replay, tensor"],
 )
 def test_branches_and_samples_without_calls_on_two_ranks(sizes: dict[str, Any]) -> None:
     """With --rl-router-replay the experts of every sequence are those that its tokens were sent to."""
-    experts = SHAPES["experts"]
-    program = "tests.distributed.test_harnesses:step_oddly"
-    (alone,) = run_ranks(program, 1, tensor_size=1, **experts)
-    for report in run_ranks(program, 2, **sizes, **experts):
+    alone = oddly_alone()
+    for report in run_ranks("tests.distributed.test_harnesses:step_oddly", 2, **sizes, **SHAPES["experts"]):
         assert report["training/rollout_logprob_gap_max"] < 1e-5
         assert report["training/failed_grades/no_calls"] == alone["training/failed_grades/no_calls"] > 0
         assert report["rollout/sequences_mean"] == alone["rollout/sequences_mean"] > 1

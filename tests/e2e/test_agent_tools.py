@@ -1,6 +1,7 @@
 """The task of examples/agent_tools by three ways: as an environment that answers, by an OpenAI client, by a bridge.
 
-The same tokens for the same seeds, turn by turn and through each of them.
+The same tokens for the same seeds, turn by turn and through each of them. Without ``--long``, test_harnesses.py has an
+OpenAI client beside turns.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tests.support.ranks import REPOSITORY
 from tests.support.runs import rows_of, run_many
 
 pytest.importorskip("openai", reason="the extra agents is not installed")
+pytestmark = pytest.mark.long
 
 EXAMPLE = REPOSITORY / "examples" / "agent_tools"
 EASY = {"goods": 1, "max_count": 3, "max_price": 3, "train_tasks": 16, "test_tasks": 1}

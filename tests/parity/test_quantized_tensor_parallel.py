@@ -18,7 +18,9 @@ from tests.support.ranks import run_ranks
 Reports = list[dict[str, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "sequence_parallel"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.long), True], ids=["", "sequence_parallel"]
+)
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Path]:
     """The reports of both ranks, and where the gradients lie."""
     folder = tmp_path_factory.mktemp("gradients")

@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).parents[2]
 _PRELOADED = (
     "megatron_rl.main", "megatron_rl.loop", "megatron_rl.supervised", "megatron_rl.evaluation",
     "megatron.core.dist_checkpointing.strategies.torch", "torch._dynamo", "torch.utils.tensorboard",
-    "transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_fast",
+    "transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_fast", "pytest",
 )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.inference.engine import Engine, EngineOptions
-from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.groups import current_groups
@@ -55,8 +54,10 @@ def rollout_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **opti
     return RolloutEngine(policy, _sizes(options), stop_ids, letters, current_groups())
 
 
-def mcore_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> McoreEngine:
+def mcore_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> Engine:
     """megatron-core's engine of the same sizes."""
+    from megatron_rl.inference.mcore import McoreEngine  # with it comes wandb: a second of each rank's processor
+
     return McoreEngine(policy, _sizes(options), stop_ids)
 
 

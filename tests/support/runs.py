@@ -159,6 +159,7 @@ def _run_all(job: Path) -> None:
         except Exception:  # noqa: BLE001 - what a user would see as a traceback
             traceback.print_exc()
         gc.collect()  # process groups hold sockets until then: dozens of runs would have thousands of descriptors
+        gc.freeze()  # what is left stays, as imported modules and caches do: the next collection need not visit it
         sys.stdout.flush()
         (job.parent / f"{index}.{rank}.code").write_text(str(code))
 
