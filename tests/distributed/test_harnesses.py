@@ -17,7 +17,7 @@ import pytest
 
 from megatron_rl.environments.agents import client_of
 from megatron_rl.loop import rl_step
-from megatron_rl.platform.groups import shut_down
+from megatron_rl.platform.groups import ParallelGroups, shut_down
 from megatron_rl.types import Grade, HarnessRun, Turn
 from tests.distributed.programs import join, toy_config
 from tests.distributed.test_conversations import TURNS, answer_to, steps_of
@@ -166,7 +166,11 @@ async def branch(run: HarnessRun) -> Grade:
 def step_oddly(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str, float]:
     """The metrics of a step."""
     groups = join(tensor_size, stages, **changes)
-    run = toy_run(toy_config(groups, {**TALKS, "rl_max_failed_share": 0.6, **changes}), groups, run_harness=run_oddly)
+    return _stepped(groups, {**TALKS, "rl_max_failed_share": 0.6, **changes}, run_oddly)
+
+
+def _stepped(groups: ParallelGroups, changes: dict[str, Any], harness: Any) -> dict[str, float]:
+    run = toy_run(toy_config(groups, changes), groups, run_harness=harness)
     metrics = rl_step(run, 1).metrics
     run.closing.close()
     shut_down()
@@ -219,13 +223,8 @@ async def ask_and_help(run: HarnessRun) -> Grade:
 
 def step_agents(tensor_size: int, stages: int = 1) -> dict[str, float]:
     """The metrics of a step."""
-    groups = join(tensor_size, stages)
     changes = {"rl_max_new_tokens": 6, "rl_loss_aggregation": "sequence-mean"}
-    run = toy_run(toy_config(groups, changes), groups, run_harness=run_agents)
-    metrics = rl_step(run, 1).metrics
-    run.closing.close()
-    shut_down()
-    return metrics
+    return _stepped(join(tensor_size, stages), changes, run_agents)
 
 
 @pytest.mark.parametrize(
