@@ -210,22 +210,31 @@ LONG = (
     "PP2 x VPP2 x DP2", "PP4", "EP2 x PP2", "EP2 x PP2 x VPP2", "TP2 x EP4, ETP1", "CP2 x DP2", "CP4",
 )  # fmt: skip
 CONTAINED = {
-    "TP2, sequence-parallel": {"shared", "lora, experts"},
-    "PP2": {"tied", "experts", "balanced"},
-    "PP2 x VPP2": {"tied"},
+    "one rank": {"shared, fused", "shared, experts", "sinks, loop", "lora, experts, loop"},
+    "TP2": {"lora", "delta"},
+    "TP2, sequence-parallel": {
+        "shared", "shared, experts", "mixed", "lora, recomputed", "lora, experts", "lora, experts, loop",
+        "latent, attention recomputed",
+    },
+    "PP2": {"tied", "fused", "recomputed", "experts", "balanced", "windows"},
+    "PP2 x VPP2": {"tied", "taught", "windows"},
     "PP2 x DP2": {"distributed", "few, tied", "lora, overlaps"},
-    "TP2 x PP2, sequence-parallel": {"tied", "replayed", "windows"},
-    "EP2": {"experts", "replayed", "experts, few", "experts, overlaps"},
+    "TP2 x PP2, sequence-parallel": {"tied", "replayed", "windows", "odd bins", "post norms"},
+    "EP2": {
+        "experts", "replayed", "experts, few", "experts, overlaps", "experts, loop", "balanced", "latent, experts",
+        "delta, experts",
+    },
     "EP2 x DP2": {"experts", "experts, distributed", "experts, overlaps, few"},
-    "TP2 x EP2, ETP1": {"experts", "replayed"},
+    "TP2 x EP2, ETP1": {"experts", "replayed", "balanced", "sinks"},
     "TP2 x EP2, ETP2": {"experts"},
-    "CP2": {"tied", "recomputed", "windows"},
-    "CP2 x TP2, sequence-parallel": {"tied", "replayed"},
+    "CP2": {"plain", "tied", "recomputed", "windows", "taught", "latent"},
+    "CP2 x TP2, sequence-parallel": {"tied", "replayed", "fused"},
     "CP2 x PP2": {"tied"},
-    "CP2 x EP2": {"experts", "experts, few"},
+    "CP2 x EP2": {"experts", "experts, few", "balanced"},
 }
-"""Left to ``--long``, as another case of the layout, or the same case of a smaller one, has its parts: "windows" is
-tied, "mixed" and "balanced" have experts, "experts, taught" replays, and overlaps have the distributed optimizer."""
+"""Left to ``--long``, as another case of the layout, or the same case of another one, has its parts: "windows" is
+tied, and "sinks" has windows; "mixed" has "balanced", and both have experts; "experts, taught" replays; overlaps have
+the distributed optimizer. test_parity.py has post norms on tensor-parallel ranks."""
 TOLERANCE = 2e-5
 NOT_SHARED = frozenset({"actor/expert_load_max"})
 """Counts what routers saw, so what is shared once."""

@@ -83,26 +83,27 @@ NEEDS_SLICES = ("tensor", "tensor+data")
 _SHAPES = {"qk_layernorm", "no_qkv_bias", "recompute_selective", "supervised_tied"}
 _IN_OVERLAP = {"several_updates+distributed", "supervised+distributed", "plain+overlap_grad"}
 _ONE_COPY = {"three_groups", "one_group"}
+_WITHOUT_OVERLAP = {"plain", "several_updates", "supervised"}
 LONG = {
-    "data": _SHAPES | {
+    "data": _SHAPES | _WITHOUT_OVERLAP | {
         "fewer_groups_than_ranks", "biases_and_layernorm", "recompute_full", "fused_output_layer", "supervised_experts",
-        "several_updates+distributed", "plain+distributed", "supervised+distributed",
+        "several_updates+distributed", "plain+distributed", "supervised+distributed", "tied", "post_norms",
     },
-    "tensor": _SHAPES | _IN_OVERLAP | _ONE_COPY | {
-        "recompute_full", "fused_output_layer", "entropy_and_correction", "several_updates",
-        "fused_output_layer+overlap", "post_norms", "plain+distributed",
+    "tensor": _SHAPES | _IN_OVERLAP | _ONE_COPY | _WITHOUT_OVERLAP | {
+        "recompute_full", "fused_output_layer", "entropy_and_correction", "fused_output_layer+overlap", "post_norms",
+        "plain+distributed", "tied",
     },
-    "tensor+sequence": _SHAPES | _IN_OVERLAP | _ONE_COPY | {
+    "tensor+sequence": _SHAPES | _IN_OVERLAP | _ONE_COPY | _WITHOUT_OVERLAP | {
         "recompute_full", "fused_output_layer", "entropy_and_correction", "fused_output_layer+overlap",
-        "plain+distributed",
+        "plain+distributed", "experts",
     },
     "tensor+data": {*MODELS, *OPTIMIZERS},
 }  # fmt: skip
 """What only ``--long`` runs; on one rank, what nothing else is compared with.
 
 Replicas do not know what a layer is made of; ``fewer_groups_than_ranks`` and ``experts`` have qk_layernorm, and
-test_layouts.py has fused and recomputed layers. Overlap has the distributed optimizer too, and only replicas can have
-too few groups."""
+test_layouts.py has fused and recomputed layers, and on tensor-parallel ranks tied weights and experts in RL. Overlap
+has the distributed optimizer too, and only replicas can have too few groups."""
 
 
 def variants_of(topology: str, with_long: bool) -> list[str]:

@@ -40,7 +40,11 @@ def runs(workshop) -> None:
         assert "(step 2)" in outcome.check().output
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+@pytest.fixture(
+    scope="module",
+    # tests/distributed/test_critic_layouts.py has tensor-parallel ranks
+    params=["one_rank", pytest.param("tensor_parallel", marks=pytest.mark.long)],
+)
 def other(request, runs, workshop) -> tuple[str, Outcome]:
     """The first half continued in another topology."""
     ranks, flags = OTHERS[request.param]

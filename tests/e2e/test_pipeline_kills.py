@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = 8
 KILLS = [
     Kill(1, "stage_forward", 5), Kill(0, "stage_backward", 4), Kill(1, "save_tensors", 1), Kill(0, "save_listed", 1),
-    Kill(1, "optimizer_done", 3), Kill(0, "optimizer_due", 2),
+    Kill(1, "optimizer_done", 3),
 ]  # fmt: skip
 """On either stage, amid the passes of a step too: the other waits for what never comes."""
 

@@ -123,6 +123,7 @@ def test_aligned_training_keeps_agreeing(runs, workshop):
     check_agreement(rows_of(workshop.run_dir("aligned")))
 
 
+@pytest.mark.long  # tests/parity/test_quantized_tensor_parallel.py has their gradients
 def test_aligned_training_keeps_agreeing_on_tensor_parallel_ranks(workshop):
     flags = RUNS["aligned"] | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     (outcome,) = run_many([workshop.rl("aligned_ranks", **flags)], ranks=2)

@@ -39,7 +39,7 @@ def rolled_out_alone() -> dict[str, Any]:
     return run_ranks(f"{CASE}:on_stages", 1, imported_under=FAKE, parallel={}, cases=ROLLOUTS)[0]
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_rollouts_on_stages(rolled_out_alone: dict[str, Any], chunks: int) -> None:
     """The tokens and log-probs of one rank, to the bit in fp32; in fp8 too, and with a tape in a graph's place."""
     stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}

@@ -21,7 +21,7 @@ def benchmark(module: str, record: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(record.read_text())
 
 
-@pytest.mark.parametrize("extra", [(), ("--ragged", "--greedy")])
+@pytest.mark.parametrize("extra", [pytest.param((), marks=pytest.mark.long), ("--ragged", "--greedy")])
 def test_rollout(tmp_path: Path, extra: tuple[str, ...]) -> None:
     record = benchmark("rollout", tmp_path / "r.json", "--batch", "8", "--group", "4", *extra)
     assert set(record["median"]) == {"ours", "hf", "stock"}

@@ -78,7 +78,18 @@ def a_step(run: RLRun, step: int) -> dict[str, int]:
     return seen
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("aligned", "calibrated")])
+CONTAINED = ("state waits on the host", "critic")
+"""In "critic waits on the host"."""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in (*CONTAINED, "weights stay") else [])
+        for name in VARIANTS
+        if name not in ("aligned", "calibrated")
+    ],
+)
 def test_each_phase_holds_what_the_estimate_says(one_rank: ParallelGroups, variant: str) -> None:
     config = tiny_config(**SHARDED | VARIANTS[variant])
     expected = estimate(config, 1, VOCABULARY)
@@ -106,6 +117,7 @@ def test_a_32b_model_on_64_ranks_rolls_out_in_less_than_6_gib() -> None:
     assert (most.rollout - most.kv_cache.rollout) / 2**30 > 30
 
 
+@pytest.mark.long  # a larger one than the first of `VARIANTS`
 def test_a_scaled_model_holds_the_same_shares(one_rank: ParallelGroups) -> None:
     """With everything that can leave away: two bytes of embeddings and norms, one byte and scales of the rest."""
     config = tiny_config(
@@ -165,8 +177,6 @@ UNLIKE = ("idle_share", "throughput", "per_s")
 
 
 SMALL = {"hidden_size": 32, "ffn_hidden_size": 64}
-CONTAINED = ("state waits on the host", "critic")
-"""In "critic waits on the host"."""
 
 
 @pytest.mark.parametrize(
