@@ -21,10 +21,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also run the tests marked 'long'")
+    begun = "TESTS_LONG" in os.environ  # a pytest that a test starts is as long as its own
+    parser.addoption("--long", action="store_true", default=begun, help="also run the tests marked 'long'")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        os.environ["TESTS_LONG"] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        items[:] = with_each_value_once(items)
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long; run with --long"))
@@ -52,6 +60,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "tests/oracles" if nodeid.startswith("tests/oracles/") else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
+
+
+def with_each_value_once(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave out, of each test marked ``each_value``, the cases whose every parameter has its value in another case.
+
+    Of 2 x 2 cases the first and the last stay.
+    """
+    tests: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value") and hasattr(item, "callspec"):
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
+    left_out: set[pytest.Item] = set()
+    for cases in tests.values():
+        unseen = set().union(*cases.values())
+        left_out.update(cases)
+        while unseen:
+            chosen = max(cases, key=lambda item: len(unseen & cases[item]))
+            unseen -= cases[chosen]
+            left_out.discard(chosen)
+    return [item for item in items if item not in left_out]
 
 
 def _has_gpu() -> bool:

@@ -59,6 +59,7 @@ def test_it_is_called_like_its_file_and_like_nothing_else(name: str) -> None:
     assert [FAMILIES.get(other).class_name for other in FAMILIES.names()].count(family.class_name) == 1
 
 
+@pytest.mark.each_value
 @each_family
 @pytest.mark.parametrize("recipe", ["int8", "fp8"])
 def test_rollouts_in_8_bits_pass_the_audit(one_rank: ParallelGroups, written, name: str, recipe: str) -> None:

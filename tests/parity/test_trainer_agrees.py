@@ -36,6 +36,7 @@ def test_rollout_engine_in_fp32(one_rank, temperature: float, tied: bool) -> Non
     assert gaps(policy, one_rank, batch, temperature + 0.1).max() > 1e-2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa", "paged"])
 @pytest.mark.parametrize("turns", [False, True], ids=["single", "turns"])
 @pytest.mark.parametrize("shape", [WINDOWS, SINKS, SINKS | LOOP], ids=["windows", "sinks", "sinks, loop"])

@@ -174,6 +174,7 @@ class LogprobChecks:
 if INTERPRETED:
     mend()
 
+    @pytest.mark.each_value
     class TestInterpreted(LogprobChecks):
         """On the CPU."""
 

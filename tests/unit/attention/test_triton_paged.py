@@ -163,6 +163,7 @@ class KernelChecks:
 if INTERPRETED:
     mend()
 
+    @pytest.mark.each_value
     class TestInterpreted(KernelChecks):
         """On the CPU."""
 

@@ -86,6 +86,7 @@ def test_the_files_are_all_there_are(pair) -> None:
     assert {path.name for path in (pair[1] / "step_0000002").iterdir()} == set(FILES)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
 def test_the_checkpoint_before_loads_and_the_file_is_named(pair, copied, caplog, file: str, damage: str) -> None:

@@ -231,6 +231,7 @@ def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run, tmp_
     assert find_checkpoint(tmp_path / "checkpoints") == step_directory(tmp_path / "checkpoints", 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("file", [*COMMON, "__0_0.distcp", "metadata.json", ".metadata", "manifest.json"])
 @pytest.mark.parametrize(("seen_by", "writer"), [("poll", "fork"), ("the next save", "fork"), ("poll", "thread")])

@@ -61,6 +61,7 @@ def _assert_loads(path: Path, source: PolicyModel, config: RLConfig, groups: Any
     assert torch.equal(_logits(policy), _logits(source))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [DENSE, TIED, QWEN3, EXPERTS], ids=["qwen2", "tied", "qwen3", "experts"])
 @pytest.mark.parametrize("layers", ["stacked", "non_homogeneous_layers", "singleton_local_shards"])
 def test_torch_dist_loads_however_layers_are_named(

@@ -272,6 +272,7 @@ def _peak() -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", SETTINGS)
 @pytest.mark.parametrize(
     "stages", [Stages(), Stages(2), Stages(2, first=1), Stages(2, chunks=2)], ids=["one", "two", "uneven", "virtual"]

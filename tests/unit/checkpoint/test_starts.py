@@ -135,6 +135,7 @@ FROM_W = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("first_resumes", [False, True], ids=["", "--resume from the first start"])
 @pytest.mark.parametrize("way", FROM_W)
 def test_a_run_from_weights_keeps_them_as_its_reference(runs, warm, way: str, first_resumes: bool) -> None:

@@ -80,6 +80,7 @@ def either(request: pytest.FixtureRequest, policy: PolicyModel) -> PolicyModel:
 MIXED = [{}, {"greedy": True}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 4}]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("slots", [3, 8, 20])
 def test_replays_draw_the_tokens_of_eager_steps(either: PolicyModel, slots: int) -> None:
     """More requests than slots, so slots are refilled; ragged limits, so rows end, wait and are moved together."""

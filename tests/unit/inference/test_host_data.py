@@ -50,6 +50,7 @@ EACH = [modes for modes in ALL if sum(modes) in (0, 1, len(modes))]
 """The sampler does not know the model: its modes are combined with one."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa", "paged"])
 @pytest.mark.parametrize("model", MODELS)
 @torch.inference_mode()

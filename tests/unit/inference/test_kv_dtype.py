@@ -61,6 +61,7 @@ def test_the_rounding_shows_and_is_all_there_is(
     assert gaps(policy, one_rank, batch, 1.0).max() == plain.max(), "the rounding was left behind"
 
 
+@pytest.mark.each_value
 @NARROW
 def test_neither_neighbours_nor_slots_change_a_token(policy: PolicyModel, stored: torch.dtype) -> None:
     """Which prompts set the scales depends on the slots; tokens do not."""

@@ -76,6 +76,7 @@ def assert_recorded(
     assert (recorded[1:] != recorded[:-1]).any(-1).float().mean() > 0.5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

@@ -93,6 +93,7 @@ class DrawChecks:
 if INTERPRETED:
     mend()
 
+    @pytest.mark.each_value
     class TestInterpreted(DrawChecks):
         """On the CPU."""
 

@@ -86,6 +86,7 @@ class StateChecks:
 if INTERPRETED:
     mend()
 
+    @pytest.mark.each_value
     class TestInterpreted(StateChecks):
         device = "cpu"
 

@@ -159,6 +159,7 @@ class ExpertChecks:
 if INTERPRETED:
     mend()
 
+    @pytest.mark.each_value
     class TestInterpreted(ExpertChecks):
         device, paged = "cpu", "paged"
         low = {"rtol": 2**-6, "atol": 2**-6}

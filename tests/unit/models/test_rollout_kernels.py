@@ -243,6 +243,7 @@ class KernelChecks:
 
 if INTERPRETED:
 
+    @pytest.mark.each_value
     class TestInterpreted(KernelChecks):
         device, paged = "cpu", "paged"
         low = {"rtol": 2**-6, "atol": 2**-4}

@@ -91,6 +91,7 @@ class GroupedChecks:
 
 if INTERPRETED:
 
+    @pytest.mark.each_value
     class TestInterpreted(GroupedChecks):
         device = "cpu"
         bf16_error = 2**-7  # the interpreter truncates

@@ -308,6 +308,7 @@ class KernelChecks:
 
 if INTERPRETED:
 
+    @pytest.mark.each_value
     class TestInterpreted(KernelChecks):
         device = "cpu"
         bf16_error = 2**-7  # the interpreter truncates

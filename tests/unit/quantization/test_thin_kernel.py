@@ -54,6 +54,7 @@ class ThinChecks:
 
 if INTERPRETED:
 
+    @pytest.mark.each_value
     class TestInterpreted(ThinChecks):
         device = "cpu"
         fp8_error = 1e-5

@@ -68,6 +68,7 @@ def updated(
     return gradients_of(optimization), metrics, outcome.grad_norm
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_layout_does_not_matter(one_rank: ParallelGroups, aggregation: str, loss: str) -> None:
