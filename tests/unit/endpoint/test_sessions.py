@@ -17,7 +17,7 @@ from megatron_rl.endpoint.sessions import PlannedCall, Session
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import Completion, Message
-from tests.support.chat_templates import CHATML, QWEN3
+from tests.support.chat_templates import CHATML, HARMONY, QWEN3
 from tests.support.endpoint import byte_tokenizer
 
 WORDS = "It is 4. Very sure. <think> hm </think> look up X Result: four, Yes 5! <tool_call> <tool_response>"
@@ -181,6 +181,18 @@ def test_a_stop_string_that_the_client_puts_back(session: Session, tokenizer: To
     assert ask_chat(session, 3, (USER, said("x = 5</code>"), AGAIN)).after is None
     session.add_answer(3, said("No"), spelled(tokenizer, "No"))
     assert session.end().edited == 1
+
+
+def test_results_of_calls_are_shown_with_the_name_of_the_function_where_the_template_does(tokenizer: Tokenizer) -> None:
+    """gpt-oss's needs it, and clients send only the id."""
+    session = Session("", tokenizer.formatting(ChatFormat(HARMONY)))
+    ask_chat(session, 0, (USER,), TOOLS)
+    call, said_before = said(None, ("add", "{}")), spelled(tokenizer, "<tool_call>")
+    session.add_answer(0, call, said_before)
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "4"}
+    later = ask_chat(session, 1, (USER, call, result), TOOLS)
+    shown = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
+    assert later.after == 0 and shown + '"4"<|end|><|start|>assistant' in tokenizer.decode_raw(later.ids)
 
 
 def test_calls_of_tools(session: Session, tokenizer: Tokenizer) -> None:
