@@ -109,7 +109,7 @@ def test_a_rank_that_is_stopped_for_good_ends_the_job(workshop):
         assert launch.leftovers() == []
         assert "no progress for 30 s in" in launch.output
         assert "no progress for 60 s in" in launch.output
-        assert "< train (loop.py:" in launch.output
+        assert "< train (run/training.py:" in launch.output
     assert facts_of(run_dir)["status"] == "failed"
     assert "no progress for 60 s" in facts_of(run_dir)["error"]
 

@@ -103,7 +103,7 @@ def test_a_template_that_leaves_out_the_system_prompt(tokenizer: Path) -> None:
         ({"chat_template_kwargs": '{"tokenize": true}'}, "has 'tokenize', which is not for the template to know"),
         ({"chat_template_kwargs": '{"a": NaN}'}, "is not JSON (NaN is not JSON)"),
         ({"rl_reasoning_parser": "thin"}, "there is no reasoning parser 'thin': did you mean think"),
-        ({"rl_tool_call_parser": "herms"}, "there is no parser of tool calls 'herms': did you mean hermes?"),
+        ({"rl_tool_call_parser": "herms"}, "there is no parser of tool calls 'herms': did you mean hermes"),
         ({"rl_tool_call_parser": "none.py:P"}, "parser of tool calls 'none.py:P' cannot be imported"),
     ],
 )
@@ -172,7 +172,8 @@ def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
     assert _chat_lines(tokenizer, [_found("talk", True, ChatFormat(hermes, tools=tools))]) == []
     unknown = [_found("talk", True, ChatFormat(shown, tools=tools))]
     [line] = _chat_lines(tokenizer, unknown)
-    assert line.startswith("talk has tools, and its chat template writes calls in a form that no parser knows (glm, h")
+    assert line.startswith("talk has tools, and its chat template writes calls in a form that no parser knows (")
+    assert "hermes, " in line
     assert _chat_lines(tokenizer, unknown, rl_tool_call_parser="llama") == []
     [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat())], rl_tool_call_parser="llama")
     assert line == "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
