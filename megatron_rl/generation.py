@@ -116,7 +116,7 @@ class Chat:
             message: Message = {"role": "user", "content": text}
             ids = self._ids + tokenizer.encode_reply(self._prompt, [message], self._ended)
         request = self._generator.request(self._prompt, ids, self._turns)
-        engine.submit(replace(request, place=Place(turn=self._turns), hints=Hints(goes_on=True)))
+        engine.submit(replace(request, place=Place(turn=self._turns), hints=Hints(goes_on=True, streams=True)))
         said: tuple[int, ...] = ()
         while any_rank(engine.has_unfinished):
             if any_rank(stop()):

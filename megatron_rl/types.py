@@ -100,8 +100,7 @@ class Grade:
     extracted: str | None = None
     """The part of the completion that was taken as the answer."""
     correct: bool | None = field(default=None, kw_only=True)
-    """Whether the answer is right. Left out, it follows from status and reward if they tell
-    (`environments.results.is_right`)."""
+    """Whether the answer is right. Left out, `environments.results.is_right` tells by status and reward, if it can."""
     code: str = field(default="", kw_only=True)
     """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where grading failed. Not
     read from an environment, nor is what follows: it raises an exception."""
@@ -149,8 +148,7 @@ class Step:
     done: bool = False
     """True ends the conversation with ``reward``."""
     reward: float | Grade | None = None
-    """What the conversation is worth if it ends with this turn, as it may for lack of room. None is the environment's
-    lowest reward; not allowed when ``done``."""
+    """What the conversation is worth if no room is left after this turn: None is the lowest reward; not if ``done``."""
     turn_reward: float = 0.0
     """Reward of this turn alone. The sample's reward is ``reward`` at the end and those of all turns together."""
 
@@ -196,6 +194,8 @@ class Hints:
     """How many tokens a sample will probably have; None is as many as it may. Changes the order of work."""
     goes_on: bool = False
     """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
+    streams: bool = False
+    """Whether somebody reads the tokens as they come: the first ones are then shown at once."""
     wants_routing: bool = False
     """Completions are to have `Completion.routing`, which an engine for `--rl-router-replay` can give."""
     top_logprobs: int = 0

@@ -197,5 +197,5 @@ def request_of(
         constraints = Constraints(**constraints | {"logit_bias": tuple(map(tuple, constraints["logit_bias"]))})
     ends = {name: tuple(sampling[name]) for name in ("stop", "stop_token_ids")}
     params = SamplingParams(**sampling | ends | {"constraints": constraints})
-    place, hints = Place(call=number, branch=choice), Hints(goes_on=True, **scores)
+    place, hints = Place(call=number, branch=choice), Hints(goes_on=True, streams=True, **scores)
     return Request(source, tuple(ids), 1, params, place=place, hints=hints)

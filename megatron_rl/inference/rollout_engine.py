@@ -171,7 +171,7 @@ class RolloutEngine(Engine):
         """Plan up to k decode steps of rows ``0 .. n - 1``, of which the last runs; none where prompts end all."""
         prefills = len(self.runner.passes(chunks))
         modes = SamplingModes.of(group.request for group in self._groups.values())
-        steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read())
+        steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read(chunks, running))
         if modes.biased or modes.scored:
             steps = min(steps, self._steps_unread(chunks, running))
         if steps == 0:
@@ -208,13 +208,17 @@ class RolloutEngine(Engine):
         if rows:
             self.runner.state.idle(rows)
 
-    def _steps_per_read(self) -> int:
+    def _steps_per_read(self, chunks: ListOf[Chunk], running: ListOf[Sequence]) -> int:
         """Return how many steps to do until the host looks for rows that have ended.
 
         Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
         as a row in 8 may have ended, going by those that have. Stop strings are looked for in the text, which
-        costs more than the rows.
+        costs more than the rows. Who reads along gets the first token at once, and on a CPU that is not busy each.
         """
+        is_calm = self.cache.device.type == "cpu" and len(running) <= FEWEST_ROWS
+        begun = (sequence for chunk in chunks if chunk.is_last for sequence in chunk.sequences)
+        if any(sequence.request.hints.streams for sequence in (running if is_calm else begun)):
+            return 1
         most, seen = self._options.steps_per_host_read, self.statistics
         stops = any(group.request.sampling.stop for group in self._groups.values())
         if self.cache.device.type != "cpu" or stops or seen.completions == 0:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
-from megatron_rl.types import Completion
+from megatron_rl.types import Completion, Hints
 from tests.support.generation import (
     END,
     generate,
@@ -94,6 +94,25 @@ def test_top_1_is_greedy_without_doubt(policy: PolicyModel) -> None:
     assert tokens([top_1]) == tokens([greedy])
     assert set(top_1[0].inference_logprobs) == {0.0}
     assert max(greedy[0].inference_logprobs) < 0
+
+
+# -- readers along ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("samples", "seen"), [(1, [2, 3, 4, 5, 6]), (8, [2, 10, 18, 24])])
+def test_who_reads_along_gets_the_first_token_at_once(policy: PolicyModel, samples: int, seen: list[int]) -> None:
+    """Prefill draws one token and the step another; then each step shows one, or eight where rows are many."""
+    wanted = request(PROMPT, samples, max_new_tokens=24)
+    expected = generate(policy, rollout_engine(policy, stop_ids=()), [wanted])
+    engine, shown = rollout_engine(policy, stop_ids=(), steps_per_host_read=8), []
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        engine.submit(replace(wanted, hints=Hints(streams=True)))
+        while engine.has_unfinished:
+            found = engine.step()
+            shown += [len(ids) for _, ids in engine.unfinished_tokens(lambda _: True)][:1] or [24]
+    assert shown[: len(seen)] == seen
+    assert [each.token_ids for each in found[0][1]] == [each.token_ids for each in expected[0]]
 
 
 # -- stop strings ------------------------------------------------------------------------------
