@@ -146,9 +146,9 @@ class Step:
     state: Any = None
     """Comes back with the next turn: JSON values only."""
     done: bool = False
-    """True ends the conversation with ``reward``."""
+    """True ends the conversation with ``reward``, which is then not None."""
     reward: float | Grade | None = None
-    """What the conversation is worth if no room is left after this turn: None is the lowest reward; not if ``done``."""
+    """What the conversation is worth if no room is left after this turn. None is the environment's lowest reward."""
     turn_reward: float = 0.0
     """Reward of this turn alone. The sample's reward is ``reward`` at the end and those of all turns together."""
 

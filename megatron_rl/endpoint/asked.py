@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_rl.endpoint.options import Drawing
 from megatron_rl.types import SamplingParams
@@ -32,10 +34,8 @@ class Call:
     """Where there is no session: the caller's, with ``max_new_tokens`` and ``stop``."""
     seed: int | None
     """The caller's, without a session."""
-    top_logprobs: int = 0
-    """See `Hints`; without a session."""
-    scores_prompt: bool = False
-    """The same."""
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Hints`; without a session."""
 
 
 @dataclass(frozen=True)

@@ -182,13 +182,12 @@ def outside_sessions(call: Call, seed: str) -> dict[str, Any]:
     """
     return {
         "number": call.number, "ids": call.ids, "sampling": asdict(call.sampling), "choice": call.branch,
-        "top_logprobs": call.top_logprobs, "scores_prompt": call.scores_prompt,
-        "seed": seed if call.seed is None else f"seed {call.seed}",
+        "hints": call.hints, "seed": seed if call.seed is None else f"seed {call.seed}",
     }  # fmt: skip
 
 
 def request_of(
-    number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int, **scores: Any
+    number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int, hints: dict[str, Any]
 ) -> Request:
     """Return what the engine is asked for."""
     source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
@@ -197,5 +196,5 @@ def request_of(
         constraints = Constraints(**constraints | {"logit_bias": tuple(map(tuple, constraints["logit_bias"]))})
     ends = {name: tuple(sampling[name]) for name in ("stop", "stop_token_ids")}
     params = SamplingParams(**sampling | ends | {"constraints": constraints})
-    place, hints = Place(call=number, branch=choice), Hints(goes_on=True, streams=True, **scores)
-    return Request(source, tuple(ids), 1, params, place=place, hints=hints)
+    place = Place(call=number, branch=choice)
+    return Request(source, tuple(ids), 1, params, place=place, hints=Hints(goes_on=True, **hints))

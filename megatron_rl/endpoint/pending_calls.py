@@ -228,13 +228,13 @@ class PendingCalls:
         drawing = options.drawing
         room = self.limits.max_sequence_length - planned.num_prompt_tokens
         max_new_tokens = min(self.limits.max_new_tokens, room, drawing.max_new_tokens or room)
-        is_trained = session.id is not None
+        is_trained, scored = session.id is not None, options.prompt_logprobs is not None
         return Call(
             number, session.id, planned.after, planned.ids, planned.branch if is_trained else choice, max_new_tokens,
             drawing.stop, drawing.stop_token_ids,
             sampling=None if is_trained else sampling_of(drawing, self.limits.sampling, max_new_tokens),
             seed=None if is_trained else options.seed,
-            top_logprobs=options.top_logprobs, scores_prompt=options.prompt_logprobs is not None,
+            hints={"top_logprobs": options.top_logprobs, "scores_prompt": scored, "streams": options.stream},
         )  # fmt: skip
 
     # -- answers ---------------------------------------------------------------------------------

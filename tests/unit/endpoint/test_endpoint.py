@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from megatron_rl.endpoint.calls import Call, Endpoint
+from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
 from tests.support.endpoint import ADD, ASK, byte_tokenizer, client, completion, post, scripted
 
 # -- answers -----------------------------------------------------------------------------------------
@@ -80,6 +81,8 @@ def test_what_a_call_says(tokenizer):
     assert (first.session, first.after, first.max_new_tokens, first.stop, first.seed) == (None, None, 5, ("!",), 7)
     assert (first.sampling.greedy, first.sampling.max_new_tokens, first.sampling.stop) == (True, 5, ("!",))
     assert (first.branch, second.branch) == (0, 1)
+    assert [call.hints["streams"] for call in (first, streamed)] == [False, True]
+    assert request_of(**json.loads(json.dumps(outside_sessions(streamed, "")))).hints.streams
     sampling = streamed.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.greedy) == (0.5, 0.9, 4, False)
     assert streamed.max_new_tokens == 100
