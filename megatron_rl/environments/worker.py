@@ -17,6 +17,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections import deque
@@ -27,12 +28,14 @@ from typing import Any
 
 import psutil
 
+from megatron_rl.environments import grading
 from megatron_rl.environments.child import adopt_orphans, die_with_parent, kill_group, kill_orphans, parent_channel
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, judge_group, result_from_json, result_to_json
 from megatron_rl.environments.sandbox import require_sandbox
 from megatron_rl.environments.wire import group_from_json, item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
+from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade
 
 OUT_OF_MEMORY = 99
@@ -53,22 +56,35 @@ def main() -> None:
     adopt_orphans()
     with contextlib.suppress(EOFError):
         settings = receive(pool)
-        for module in settings["preload"]:
-            with contextlib.suppress(ImportError):  # an environment that needs it says so with its own error
-                importlib.import_module(module)
         for reference, options in settings["environments"]:
             with contextlib.suppress(Exception, SystemExit):  # told by its first request
                 # a harness is set up in its worker: what it keeps alive, threads and sockets, is no fork's to share
                 if settings["scratch"]:
                     found = _class(reference)
+                    _import("megatron_rl.environments.harness")
                     found.preload(options)
                 else:
                     found = _environment(reference, dumps(options))
+                    _import(*_needed_by(getattr(found, "grader", None)))
                 if found.needs_sandbox:
                     require_sandbox()  # tried out once for all workers
         gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
         with contextlib.closing(_Grading(pool, settings)) as grading:
             grading.run()
+
+
+def _import(*modules: str) -> None:
+    for module in modules:
+        with contextlib.suppress(ImportError):  # an environment that needs it says so with its own error
+            importlib.import_module(module)
+
+
+def _needed_by(grader: str | None) -> set[str]:
+    """What the graders imported so far, and this one, name in ``PRELOAD``."""
+    if grader:
+        GRADERS.module(grader)
+    loaded = [vars(module) for name, module in sys.modules.items() if name.startswith(grading.__name__)]
+    return {needed for names in loaded for needed in names.get("PRELOAD", ())}
 
 
 class _Grading:

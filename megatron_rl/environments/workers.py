@@ -29,8 +29,6 @@ from megatron_rl.types import Grade, HarnessRun, Item, Task, Transcript
 MOST_WORKERS = 4
 MEMORY_MB = 4096
 """Address space of a worker, which is several times the memory in use: sympy alone maps 300 MB."""
-PRELOAD = ("sympy", "math_verify", "latex2sympy2_extended.latex2sympy2")
-HARNESS_PRELOAD = ("megatron_rl.environments.harness",)
 HARNESS_MEMORY_MB, HARNESS_OPEN_FILES, HARNESS_FILE_MB = 8192, 1024, 1024
 GONE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -51,7 +49,6 @@ class WorkerPool:
         workers: int | None = None,
         *,
         memory_mb: int = MEMORY_MB,
-        preload: Sequence[str] = PRELOAD,
         environments: Sequence[tuple[str, Mapping[str, Any]]] = (),
         open_files: int = 64,
         file_mb: int = 0,
@@ -62,12 +59,12 @@ class WorkerPool:
 
         A worker may have ``open_files``, write files of ``file_mb`` MiB, and sees ``variables`` of this process. With
         ``once`` it takes one sample in a directory of its own, and nothing is tried again (``for_harnesses``).
-        What is in ``preload`` and ``environments`` (references with options) is imported before any worker is forked;
-        all else by each worker anew, within the deadline of its first request.
+        ``environments`` (references with options), and what their graders name in ``PRELOAD``, are imported before
+        any worker is forked; all else by each worker anew, within the deadline of its first request.
         """
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         bounds = {"count": count, "memory_mb": memory_mb, "open_files": open_files, "file_mb": file_mb}
-        self._settings = bounds | {"preload": preload, "environments": environments}
+        self._settings = bounds | {"environments": environments}
         self._once, self._variables = once, frozenset(variables)
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._numbers = itertools.count()
@@ -84,8 +81,7 @@ class WorkerPool:
         """Make a pool in which each sample has its own process, at most so many at once; without ``once`` graders that
         start programs or wait for a server."""
         bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
-        bounds |= {"preload": HARNESS_PRELOAD if once else PRELOAD, "once": once}
-        return cls(processes, environments=environments, variables=variables, **bounds)
+        return cls(processes, environments=environments, variables=variables, once=once, **bounds)
 
     def grade(
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float,

@@ -2,7 +2,7 @@
 
 A file here that defines ``judge(completion, gold) -> Grade`` and ``REWARDS``, the lowest and the highest, is a kind;
 ``FORM % gold`` is a right answer as it wants it written. One that runs code says ``NEEDS_SANDBOX = True``, and how many
-seconds a grade may take as ``DEADLINE``.
+seconds a grade may take as ``DEADLINE``; ``PRELOAD`` names modules whose import is slow.
 """
 
 from __future__ import annotations

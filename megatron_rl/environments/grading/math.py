@@ -27,6 +27,7 @@ from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)
 FORM = "\\boxed{%s}"
+PRELOAD = ("sympy", "math_verify", "latex2sympy2_extended.latex2sympy2")
 
 MAX_ANSWER = 400
 """Characters of an answer; the longest of MATH-500 has 53, and parse time grows with the square."""

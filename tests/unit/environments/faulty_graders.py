@@ -91,4 +91,12 @@ class Faulty(Environment):
             return Grade(float(len(sys.stdin.read())))
         elif text == "pid":
             return float(os.getpid())
+        elif text == "sympy":
+            return float(text in sys.modules)
         return Grade(float(len(text)) + self._bonus, status="correct", extracted=text)
+
+
+class Mathematical(Faulty):
+    """Graded by ``math``, as its attribute says."""
+
+    grader = "math"

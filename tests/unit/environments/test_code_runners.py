@@ -24,7 +24,7 @@ def turn_with(code: str) -> Turn:
 def test_a_tool_call_in_a_worker():
     [task] = Solver().tasks("train")
     items = [(task, None, turn_with(code)) for code in ("print(2**100)", "import os; print(os.listdir('.'))", "1/0")]
-    with contextlib.closing(WorkerPool(workers=1, preload=())) as pool:
+    with contextlib.closing(WorkerPool(workers=1)) as pool:
         results = pool.grade(f"{HERE}:Solver", {}, items, 60.0, 0.0)
     read = [result.continuation.messages[0]["content"] for result in results]
     assert read[:2] == [str(2**100), "['main.py']"]

@@ -25,7 +25,7 @@ DEADLINE = 1.0
 
 @pytest.fixture(scope="module")
 def pool(hostile_path: None) -> Iterator[WorkerPool]:
-    with contextlib.closing(WorkerPool(8, memory_mb=1024, preload=(), environments=[(FAULTY, {})])) as pool:
+    with contextlib.closing(WorkerPool(8, memory_mb=1024, environments=[(FAULTY, {})])) as pool:
         yield pool
 
 
@@ -46,6 +46,14 @@ def test_grades_come_back_in_order_with_options_and_reasons(pool):
     results = pool.grade(FAULTY, {"bonus": 0.5}, [sample("x" * n) for n in range(40)], DEADLINE, 0.0)
     assert [result.reward for result in results] == [n + 0.5 for n in range(40)]
     assert (results[3].status, results[3].extracted) == ("correct", "xxx")
+
+
+@pytest.mark.parametrize("name", ["Faulty", "Mathematical"])
+def test_what_the_grader_needs_and_nothing_else_is_imported_before_the_fork(hostile_path, name):
+    reference = f"faulty_graders:{name}"
+    with contextlib.closing(WorkerPool(1, environments=[(reference, {})])) as pool:
+        [result] = pool.grade(reference, {}, [sample("sympy")], DEADLINE, -1.0)
+    assert result.reward == (name == "Mathematical")
 
 
 def test_ten_hangs_in_160_lose_no_good_item(pool):
@@ -111,7 +119,7 @@ def test_a_grader_that_swallows_everything_is_killed_all_the_same(pool):
 def test_workers_see_no_secrets_and_no_input(hostile_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with contextlib.closing(WorkerPool(1, preload=())) as pool:
+    with contextlib.closing(WorkerPool(1)) as pool:
         environ, stdin, interrupt = grade(pool, "environ", "stdin", "interrupt")
     names = set(environ.status.split(","))
     assert not {"HF_TOKEN", "WANDB_API_KEY"} & names
@@ -136,7 +144,7 @@ def test_many_threads_share_the_pool(pool):
 
 
 def test_a_killed_fork_server_is_replaced(hostile_path):
-    with contextlib.closing(WorkerPool(2, preload=())) as pool:
+    with contextlib.closing(WorkerPool(2)) as pool:
         first = int(grade(pool, "pid")[0].reward)
         server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(server, signal.SIGKILL)
@@ -161,7 +169,7 @@ def test_replacing_a_worker_is_fast(hostile_path):
 
 
 def test_a_closed_pool_refuses_and_leaves_no_process(hostile_path):
-    pool = WorkerPool(2, preload=())
+    pool = WorkerPool(2)
     pids = {int(result.reward) for result in grade(pool, *["pid"] * 8)}
     told: list[str] = []
 
@@ -187,7 +195,7 @@ def test_no_worker_outlives_a_killed_parent(hostile_path):
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from megatron_rl.environments.workers import WorkerPool\n"
         "from megatron_rl.types import Task, Transcript\n"
-        "pool = WorkerPool(2, preload=())\n"
+        "pool = WorkerPool(2)\n"
         "item = (Task('0', '?'), Transcript('pid', 'stop', 3))\n"
         "print(*{int(r.reward) for r in pool.grade('faulty_graders:Faulty', {}, [item] * 8, 5.0, 0.0)}, flush=True)\n"
         "pool.grade('faulty_graders:Faulty', {}, [(item[0], Transcript('hang', 'stop', 4))], 5.0, 0.0)\n"

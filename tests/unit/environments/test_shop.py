@@ -75,7 +75,7 @@ def test_what_a_tool_answers(call, answer):
 def test_code_in_a_sandbox_of_a_grading_worker():
     assert [shop(sandbox=wanted).needs_sandbox for wanted in (False, True)] == [False, True]  # which --check looks at
     call = shop().call("python", code="print(sum(n * n for n in (3, 4)))")
-    with contextlib.closing(WorkerPool(1, preload=())) as pool:
+    with contextlib.closing(WorkerPool(1)) as pool:
         item = (TASK, None, Turn(call, "stop", 9))
         [plain] = pool.grade("shop", {}, [item], 30.0, 0.0)
         [result] = pool.grade("shop", {"sandbox": True}, [item], 30.0, 0.0)

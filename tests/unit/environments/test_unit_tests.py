@@ -312,7 +312,7 @@ def test_in_a_grading_worker():
         item = (Task("0", "?", {"gold": pairs}), Transcript(answer(code), "stop", 1))
         return pool.grade("tests.support.graders:Graded", {"kind": "unit_tests"}, [item], deadline_s, 0.0)[0].status
 
-    with contextlib.closing(WorkerPool(workers=1, preload=())) as pool:
+    with contextlib.closing(WorkerPool(workers=1)) as pool:
         assert graded(pool, "open('x', 'w').write('7'); print(open('x').read())", 60.0) == "correct"
         assert graded(pool, "import time; time.sleep(600)", 1.0) == "timeout"
         assert graded(pool, "print(7)", 60.0) == "correct"
