@@ -16,6 +16,7 @@ SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TESTS_SESSION", str(os.getpid()))  # also of the workers, which share `tests.support.forks`
 # Where it is set, each of some hundred processes would compile the library anew, in a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

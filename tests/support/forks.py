@@ -5,16 +5,19 @@ Starting Python, torch, megatron and what a first run imports takes six CPU seco
     tests ── socket ──► template of rank 0 (imports, waits) ── fork ──► -m tests.support.runs ...
                     └─► template of rank 1                  ── fork ──► -m tests.support.runs ...
 
-Neighbouring ranks have different templates, so that their hashes differ as in a real job. What a real start
-is for (torchrun, signals, what a command imports) is tested with real ones.
+The workers of pytest, and a pytest that a test starts in a fork, share the templates of their session. Neighbouring
+ranks have different templates, so that their hashes differ as in a real job. What a real start is for (torchrun,
+signals, what a command imports) is tested with real ones.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -32,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
@@ -113,17 +117,19 @@ def run_python(
 
 
 class _Template:
-    """The process that forks; it ends with this one."""
+    """A connection to the process that forks, which all processes of a test session share; the first one starts it."""
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        own, others = socket.socketpair()
-        command = [sys.executable, "-m", "tests.support.forks", str(others.fileno())]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": "1", **variables}
-        with others:
-            subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[others.fileno()])
-        self._socket = own
-        self._answers = own.makefile("rb")
+    def __init__(self, rank: int, variables: Mapping[str, str]) -> None:
+        session = os.environ.setdefault("TESTS_SESSION", str(os.getpid()))
+        digest = hashlib.sha256(repr((os.getuid(), rank, sorted(variables.items()))).encode()).hexdigest()
+        address = f"\0tests {session} {digest[:32]}"  # in no folder: it goes with the process
+        self._socket = socket.socket(socket.AF_UNIX)
+        while True:
+            _start(address, session, variables)
+            with contextlib.suppress(ConnectionRefusedError):  # not listening yet
+                self._socket.connect(address)
+                break
+        self._answers = self._socket.makefile("rb")
 
     def ask(self, question: Mapping[str, Any], files: Sequence[int] = ()) -> int:
         """Send a line, with open files beside it; the number that comes back."""
@@ -133,34 +139,54 @@ class _Template:
         return int(self._answers.readline())
 
 
+def _start(address: str, session: str, variables: Mapping[str, str]) -> None:
+    """Start a template unless there is one."""
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
+        listener.bind(address)
+        listener.listen()
+        command = [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), session]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"OMP_NUM_THREADS": "1", **variables}
+        subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[listener.fileno()])
+
+
 @functools.cache
 def _template(rank: int, *variables: tuple[str, str]) -> _Template:
-    return _Template(dict(variables))
+    return _Template(rank, dict(variables))
 
 
-def _serve(connection: socket.socket) -> dict[str, Any] | None:
-    """Answers until the other side is closed: None; in a fork, what it is to do."""
-    received = b""
-    while True:
-        part, files, _, _ = socket.recv_fds(connection, 2**16, 2)
+def _serve(listener: socket.socket, session: int) -> dict[str, Any] | None:
+    """Answers until the test session has ended: None; in a fork, what it is to do."""
+    clients: list[socket.socket] = []
+    while clients or psutil.pid_exists(session):
+        for ready in select.select([listener, *clients], [], [], 1)[0]:
+            if ready is listener:
+                clients.append(listener.accept()[0])
+            elif (question := _received(ready)) is None:
+                clients.remove(ready)
+                ready.close()
+            elif "ended" in question:
+                ready.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(question["ended"], 0)[1]))
+            elif (pid := os.fork()) == 0:
+                for each in (listener, *clients):
+                    each.close()
+                return question
+            else:
+                for descriptor in question["files"]:
+                    os.close(descriptor)
+                ready.sendall(b"%d\n" % pid)
+    return None
+
+
+def _received(client: socket.socket) -> dict[str, Any] | None:
+    """A whole question with its open files, None from who is gone."""
+    text, files = b"", []
+    while not text.endswith(b"\n"):
+        part, more, _, _ = socket.recv_fds(client, 2**16, 2)
         if not part:
             return None
-        received += part
-        if files:
-            descriptors = files
-        if not received.endswith(b"\n"):
-            continue
-        question, received = json.loads(received), b""
-        if "ended" in question:
-            answer = os.waitstatus_to_exitcode(os.waitpid(question["ended"], 0)[1])
-        else:
-            answer = os.fork()
-            if answer == 0:
-                connection.close()
-                return question | {"files": descriptors}
-            for descriptor in descriptors:
-                os.close(descriptor)
-        connection.sendall(b"%d\n" % answer)
+        text, files = text + part, files + more
+    return json.loads(text) | {"files": files}
 
 
 def _become(job: Mapping[str, Any]) -> None:
@@ -208,8 +234,8 @@ def _exit_code(job: Mapping[str, Any]) -> int:
 
 
 def _main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for pytest, which then closes the socket
+    listener, session = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for pytest, whose end it waits for
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for name in _PRELOADED:
@@ -217,7 +243,7 @@ def _main() -> None:
     # Every run writes and reads its configuration: 0.2 CPU seconds in pure Python.
     yaml.SafeLoader, yaml.SafeDumper = yaml.CSafeLoader, yaml.CSafeDumper
     gc.freeze()
-    job = _serve(connection)
+    job = _serve(listener, session)
     if job is not None:
         code = _exit_code(job)
         threading._shutdown()
