@@ -23,9 +23,6 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         _convert(options)
-    except ConfigError as error:
-        sys.stderr.writelines(f"{line}\n" for line in error.lines)
-        return 2
     except (MegatronRLError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.families.gguf import Precision, import_gguf
 from megatron_rl.user_files import named_path
 
@@ -28,9 +28,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         import_gguf(options.file, options.output, options.dtype)
-    except ConfigError as error:
-        sys.stderr.writelines(f"{line}\n" for line in error.lines)
-        return 2
     except (MegatronRLError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -187,7 +187,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         runs = [read_run(path) for path in options.runs]
     except ConfigError as error:
-        sys.stderr.writelines(f"{line}\n" for line in error.lines)
+        sys.stderr.write(f"{error}\n")
         return 2
     if len({os.path.basename(os.path.abspath(run.name)) for run in runs}) == len(runs):
         runs = [replace(run, name=os.path.basename(os.path.abspath(run.name))) for run in runs]
