@@ -220,7 +220,7 @@ class RLConfig:
         return self.kv_cache_dtype != self._model_dtype
 
     def kv_cache_bytes(self, tokens: int, layout: ModelLayout | None = None) -> int:
-        """Return the bytes of one sequence: keys and values, recurrent states, and its experts where recorded.
+        """Return the bytes of one sequence: keys and values, recurrent states and a snapshot, experts where recorded.
 
         On the stage of ``layout``; without it on the stage that keeps the most.
         """
@@ -229,7 +229,7 @@ class RLConfig:
         numbers, layers = whole.slot_numbers(tokens), whole.most_layers
         if layout is not None:
             numbers, layers = layout.cache_numbers(tokens), len(layout.layers)
-        held = numbers * size + whole.state_bytes(size)
+        held = numbers * size + whole.state_bytes(size) * (1 + self.rollout.rl_prefix_reuse)
         return held + (tokens * layers * whole.expert_bytes if self.rollout.rl_router_replay else 0)
 
     @property

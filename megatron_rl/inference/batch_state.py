@@ -26,7 +26,7 @@ class BatchState:
         """``is_stop`` [V] bool marks end tokens; ``paged``: a row without a sequence has no place of its own."""
         self.device = device = is_stop.device
         self.is_stop = is_stop
-        self._paged = paged
+        self.paged = paged
         self.trash = max_new_tokens
         for name in ("token", "position", "count", "limit", "seed", "top_k"):
             setattr(self, name, torch.zeros(rows, dtype=torch.int64, device=device))
@@ -172,7 +172,7 @@ class BatchState:
         self.alive[rows] = False
         if positions is not None:
             self.position[rows] = torch.tensor(positions, device=self.device)
-        elif self._paged:
+        elif self.paged:
             self.position[rows] = 0
 
     def exchange(self, pairs: ListOf[tuple[int, int]]) -> None:
@@ -205,6 +205,7 @@ class OutputProcessor:
             if reason is not None:
                 new = kept - len(sequence.output_ids)
                 sequence.append(token_ids[:new], logprobs[:new])
+                sequence.num_cut = len(ids) - kept
                 sequence.finish(reason)
                 finished.append(sequence)
             elif sequence.guide is not None and not sequence.guide.is_constant:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.sequence import Sequence
+from megatron_rl.inference.snapshots import AnyPosition, StateCopies
 
 FEWEST_REUSED = 16
 """A shorter common beginning is not worth a pass of its own."""
@@ -34,6 +35,8 @@ class Allocation:
     """Tokens at the beginning of their prompt that need not be computed again."""
     copies: Copies = ()
     """What brings them to the first sequence, and saves what others are to find from what is written now."""
+    states: StateCopies = ()
+    """What brings the recurrent states after them."""
 
 
 class BlockManager(Protocol):
@@ -54,15 +57,21 @@ class BlockManager(Protocol):
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
         """Return the copies that give a prompt of ``length`` tokens, computed for the first sequence, to the others."""
 
-    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
-        """Note that the blocks of ``sequences`` hold ``token_ids`` by the time the next prompts are computed."""
+    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> StateCopies:
+        """Note that the blocks of ``sequences`` hold their prompt by the time the next prompts are computed.
+
+        Returns the copy that keeps the recurrent states at its end.
+        """
 
     def extend(self, sequence: Sequence, length: int) -> bool:
         """Provide blocks for the first ``length`` tokens; False when there are too few. A row always has room."""
         return True
 
-    def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        """Take the row back; its blocks hold ``token_ids``, which may be used again."""
+    def free(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
+        """Take the row back; its blocks hold ``token_ids``, which may be used again.
+
+        Returns the copy that keeps the recurrent states of a turn, which stand after these tokens.
+        """
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
         """Move sequences of at most ``length`` tokens between rows (from, to); returns the copies that this takes."""
@@ -90,9 +99,9 @@ class RowBlocks(BlockManager):
     one are computed. A row without a sequence is written to as well, but behind what it holds, where a sequence ended.
     """
 
-    def __init__(self, reuse: bool = True) -> None:
-        """Without ``reuse`` every prompt is computed from its beginning."""
-        self._reuse = reuse
+    def __init__(self, reuse: bool = True, resume: AnyPosition | None = None) -> None:
+        """Without ``reuse`` every prompt is computed from its beginning; ``resume``: where it may go on."""
+        self._reuse, self._resume = reuse, resume or AnyPosition()
         self._known: dict[int, tuple[int, ...]] = {}
         """Tokens that a row holds; the last remembered stands last."""
         self._kept: set[int] = set()
@@ -119,17 +128,20 @@ class RowBlocks(BlockManager):
         for sequence, row in zip(sequences[:count], rows, strict=True):
             sequence.row = row
             self._forget(row)
-        return Allocation(count, reused, copies)
+        states = () if source is None else self._resume.load(token_ids[:reused], rows[0])
+        return Allocation(count, reused, copies, states)
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
         return tuple((sequences[0].row, other.row, length) for other in sequences[1:])
 
-    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
+    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> StateCopies:
         for sequence in sequences:
             self._learn(sequence.row, token_ids)
+        return self._resume.save(sequences[0], token_ids)
 
-    def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+    def free(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
         self._learn(sequence.row, token_ids, sequence.request.hints.goes_on)
+        return self._resume.save(sequence, token_ids, is_turn) if is_turn else ()
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
         return (*((*move, length) for move in moves), *self._make_way(moves))
@@ -137,6 +149,7 @@ class RowBlocks(BlockManager):
     def clear(self) -> None:
         self._known.clear()
         self._kept.clear()
+        self._resume.clear()
 
     def _learn(self, row: int, token_ids: tuple[int, ...], keep: bool = False) -> None:
         self._forget(row)
@@ -168,7 +181,8 @@ class RowBlocks(BlockManager):
                 best, reused = row, min(_common_prefix(known, token_ids), most)
             elif best is not None and row in free and best not in free and known[:reused] == token_ids[:reused]:
                 best = row
-        return (None, 0) if best is None else (best, reused)
+        reused = 0 if best is None else next(self._resume.lengths(token_ids, reused), 0)
+        return (best, reused) if reused >= FEWEST_REUSED else (None, 0)
 
 
 def _common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:

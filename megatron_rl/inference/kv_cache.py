@@ -24,6 +24,7 @@ from megatron_rl.families import LayerCache, ModelLayout
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
+from megatron_rl.inference.snapshots import AnyPosition, Snapshots
 from megatron_rl.inference.states import RowStates
 from megatron_rl.models.attention.kv_format import KVFormat
 from megatron_rl.models.gpt import PolicyModel
@@ -108,10 +109,10 @@ class Cache(ABC):
         place = held.shape[-self.place_dims :]
         held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
 
-    def hold_states(self, layout: ModelLayout) -> None:
-        """Keep recurrent states beside keys and values."""
+    def hold_states(self, layout: ModelLayout, snapshots: int) -> None:
+        """Keep recurrent states beside keys and values: of all rows, and ``snapshots``."""
         layers = [layer.cache for layer in layout.state_layers]
-        self.states = RowStates(layers, len(self.rows), self.dtype, self.device)
+        self.states = RowStates(layers, len(self.rows) + snapshots, self.dtype, self.device)
 
     # -- the experts of tokens (`--rl-router-replay`) ------------------------------------------
 
@@ -212,24 +213,27 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     """
     length, sequence_bytes, state_bytes = _of_a_sequence(policy, options)
     kernel, layout, budget = policy.attention.cache, policy.layout, options.cache_budget_gb
-    layers, has_states = [layer.cache for layer in layout.key_layers], bool(layout.state_layers)
-    rows, stored, reuses = options.max_batch_size, options.kv_cache_dtype, options.reuse_prefixes and not has_states
+    layers, has_states = [layer.cache for layer in layout.key_layers], state_bytes > 0  # on any stage: all decide alike
+    rows, stored, reuses = options.max_batch_size, options.kv_cache_dtype, options.reuse_prefixes
     for problem in policy.attention.block_problems(options.block_size, options.kv_overcommit):
         raise EngineError(problem.text)
     if kernel.layout == "rows" or has_states:  # every row has a state, be its sequence as short as it may
         rows = rows_within(budget, int(sequence_bytes / options.kv_overcommit) + state_bytes, length, rows)
+    snapshots = rows if has_states and reuses else 0
+    # Stages learn what was drawn, and so which rows have ended, only when states have gone on.
+    resume = Snapshots(rows, snapshots, at_turns=layout.stages.count == 1) if snapshots else AnyPosition()
     if kernel.layout == "rows":
         cache = RowCache(layers, rows, length, policy.dtype, policy.device, stored)
-        blocks = RowBlocks(reuses)
+        blocks = RowBlocks(reuses, resume)
     else:
         block_size = options.block_size or kernel.block_size
         budget = None if budget is None else budget - rows * state_bytes / 2**30
         count = blocks_within(budget, sequence_bytes, length, block_size, rows)
         cache = PagedCache(layers, rows, length, block_size, policy.dtype, policy.device, stored, count)
         pool, width = BlockPool(count, block_size), cache.table.shape[1]
-        blocks = PagedBlocks(rows, width, pool, reuses, options.kv_overcommit)
-    if has_states:
-        cache.hold_states(layout)
+        blocks = PagedBlocks(rows, width, pool, reuses, options.kv_overcommit, resume)
+    if layout.state_layers:
+        cache.hold_states(layout, snapshots)
     if options.records_routing:
         cache.hold_routing(layout)
     return cache, blocks, rows
@@ -259,13 +263,13 @@ def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[
 
 
 def _of_a_sequence(policy: PolicyModel, options: EngineOptions) -> tuple[int, int, int]:
-    """Places in the cache of the longest sequence, their bytes, and those of its recurrent states."""
+    """Places in the cache of the longest sequence, their bytes, and those of its recurrent states and a snapshot."""
     # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
     length, layout = max(options.max_sequence_length, FEWEST_KEYS), policy.layout
     routing = length * layout.routing_bytes if options.records_routing else 0
     numbers = layout.slot_numbers(length)
     stored = (options.kv_cache_dtype or policy.dtype).itemsize
-    return length, numbers * stored + routing, layout.state_bytes(policy.dtype.itemsize)
+    return length, numbers * stored + routing, layout.state_bytes(policy.dtype.itemsize) * (1 + options.reuse_prefixes)
 
 
 def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:

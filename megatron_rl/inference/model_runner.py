@@ -90,6 +90,7 @@ class ModelRunner:
             if len(rows):
                 token, logprob = self._messages.receive_drawn(len(rows))
                 self.state.record(rows, token[None], logprob[None])
+        self.copy_states([pair for chunk in chunks for pair in chunk.states_after])
 
     @staticmethod
     def _wants_scores(chunk: Chunk) -> bool:
@@ -131,21 +132,24 @@ class ModelRunner:
         """Give sequences other rows, (from, to), with the ``copies`` that their keys and values take."""
         self.state.exchange(moves)
         self.copy(copies)
-        self._copy_states(moves)
+        self.copy_states(moves)
 
-    def _copy_states(self, pairs: ListOf[tuple[int, int]]) -> None:
-        """Copy recurrent states between rows, where there are any."""
+    def copy_states(self, pairs: ListOf[tuple[int, int]]) -> None:
+        """Copy recurrent states between rows, where there are any; of two copies to one row the last counts."""
         if self.context.cache.states is not None and pairs:
-            self.context.cache.states.copy(*map(self._to_device, zip(*pairs, strict=True)))
+            sources = {destination: source for source, destination in pairs}
+            self.context.cache.states.copy(self._to_device([*sources.values()]), self._to_device([*sources]))
 
     def _copy_prefixes(self, chunks: ListOf[Chunk]) -> None:
         """Copy reused beginnings before any pass, which may write over them; one by one, as they may build on others.
 
         Rows that are not decoded, but computed, must write behind what they hold now.
         """
+        self.copy_states([pair for chunk in chunks for pair in chunk.states_before])
         for copies in (chunk.before for chunk in chunks if chunk.before):
             self.copy(copies)
-            self.state.idle([row for _, row, _ in copies], [length for _, _, length in copies])
+            if not self.state.paged:
+                self.state.idle([row for _, row, _ in copies], [length for _, _, length in copies])
 
     def _feed(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and positions [T] of the chunks, and make the context ready for them.
@@ -169,7 +173,7 @@ class ModelRunner:
             self.state.idle([row for row, _ in held], [position for _, position in held])
         ready = [(place, chunk) for place, chunk in enumerate(chunks) if chunk.is_last]
         self.copy([copy for _, chunk in ready for copy in chunk.after])
-        self._copy_states([(chunk.rows[0], row) for _, chunk in ready for row in chunk.rows[1:]])
+        self.copy_states([(chunk.rows[0], row) for _, chunk in ready for row in chunk.rows[1:]])
         started = [(sequence, place) for place, chunk in ready for sequence in chunk.sequences]
         rows = self._to_device([sequence.row for sequence, _ in started])
         if started:
@@ -224,10 +228,21 @@ class ModelRunner:
                 drawn.append(leaving)
                 if step + 1 < steps:
                     messages.send(leaving[0])
+                    self._keep_ended(leaving[0], step + 1)
         if messages.is_last:
             messages.send_drawn(*map(_stacked, zip(*drawn, strict=True)))
         yield
         self.state.record(slice(0, rows), *messages.receive_drawn(steps, rows))
+
+    def _keep_ended(self, drawn: torch.Tensor, steps: int) -> None:
+        """Keep the recurrent states of rows that ended with ``drawn`` [N], after ``steps`` of several steps.
+
+        The next turn goes on from there, and the batch records their end only after the last step.
+        """
+        state, states = self.state, self.context.cache.states
+        if states is not None:
+            rows = len(drawn)
+            states.end(state.is_stop[drawn] | (state.limit[:rows] - state.count[:rows] <= steps))
 
     def join(self, passes: int) -> Pausing:
         """Take part in as many passes of ranks that share experts, with a token that nobody reads."""

@@ -9,19 +9,23 @@ from collections.abc import Sequence as ListOf
 
 from megatron_rl.inference.block_manager import FEWEST_REUSED, Allocation, BlockManager, Copies, reusable
 from megatron_rl.inference.sequence import Sequence
+from megatron_rl.inference.snapshots import AnyPosition, StateCopies
 
 NULL_BLOCK = 0
 """The block that rows without a sequence write to."""
 
 _Content = tuple[int, tuple[int, ...]]
-"""Serial number of the content of the block before (0: it is the first), and the block's own tokens."""
+"""Serial number of the content of the block before (0: it is the first), and the block's own tokens.
+
+These fill the block, or lead up to a snapshot of recurrent states.
+"""
 
 
 class BlockPool:
     """Blocks ``1 .. count`` with reference counts.
 
     A full block whose tokens are known may be held by several sequences, and is kept when none holds it any more,
-    until it is needed: the block longest without a holder goes first.
+    until it is needed: the block longest without a holder goes first. One that is not full is copied instead.
     """
 
     def __init__(self, count: int, block_size: int) -> None:
@@ -36,7 +40,7 @@ class BlockPool:
         self._known: dict[_Content, tuple[int, int]] = {}
         """Content -> its serial number, never used again so that a block is found only behind the very blocks it was
         computed with, and its block."""
-        self._content: dict[int, _Content] = {}
+        self._contents: dict[int, list[_Content]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Known blocks without a holder, the longest idle first."""
         self._next_number = 1
@@ -63,7 +67,8 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._idle.popitem(last=False)
-                del self._known[self._content.pop(block)]
+                for content in self._contents.pop(block):
+                    del self._known[content]
             self._holders[block] = 1
             taken.append(block)
         return taken
@@ -79,33 +84,38 @@ class BlockPool:
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                if block in self._content:
+                if block in self._contents:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
 
     def find(self, token_ids: tuple[int, ...]) -> list[int]:
-        """Find the blocks that hold the beginning of ``token_ids``, as far as it is known; they are not yet held."""
+        """Find the blocks that hold the beginning of ``token_ids``, as far as it is known; they are not yet held.
+
+        The last may be one that its tokens do not fill.
+        """
         return [block for _, block in self._chain(token_ids)]
 
-    def remember(self, token_ids: tuple[int, ...], blocks: ListOf[int]) -> None:
-        """Note that ``blocks`` hold ``token_ids``; the full ones among them can be found from now on."""
+    def remember(self, token_ids: tuple[int, ...], blocks: ListOf[int], to_the_end: bool = False) -> None:
+        """Note that ``blocks`` hold ``token_ids``: full ones can be found from now on, or with ``to_the_end`` all."""
         known, size = self._chain(token_ids), self.block_size
         before = known[-1][0] if known else 0
-        for index in range(len(known), len(token_ids) // size):
-            block = blocks[index]
-            if block in self._content:  # behind a twin of the block it was computed with
+        for index in range(len(known), -(-len(token_ids) // size) if to_the_end else len(token_ids) // size):
+            block, tokens = blocks[index], token_ids[index * size : (index + 1) * size]
+            contents = self._contents.setdefault(block, [])
+            if any(len(held) >= len(tokens) for _, held in contents):  # behind a twin of the block before
                 return
-            content = before, token_ids[index * size : (index + 1) * size]
+            content = before, tokens
+            contents.append(content)
             before = self._next_number
-            self._known[content], self._content[block] = (before, block), content
+            self._known[content] = before, block
             self._next_number += 1
 
     def _chain(self, token_ids: tuple[int, ...]) -> list[tuple[int, int]]:
         """List serial numbers and blocks of what is known of the beginning."""
         found: list[tuple[int, int]] = []
         size, before = self.block_size, 0
-        for start in range(0, len(token_ids) - size + 1, size):
+        for start in range(0, len(token_ids), size):
             known = self._known.get((before, token_ids[start : start + size]))
             if known is None:
                 break
@@ -118,12 +128,16 @@ class PagedBlocks(BlockManager):
     """A sequence is admitted when the blocks it needs soon are free and what it may need is not promised to others."""
 
     def __init__(
-        self, rows: int, blocks_per_row: int, pool: BlockPool, reuse: bool = True, overcommit: float = 1.0
-    ) -> None:
-        """``overcommit`` is how often the blocks may be promised; 1 keeps to the longest length of every sequence."""
+        self, rows: int, blocks_per_row: int, pool: BlockPool, reuse: bool = True, overcommit: float = 1.0,
+        resume: AnyPosition | None = None,
+    ) -> None:  # fmt: skip
+        """``overcommit`` is how often the blocks may be promised; 1 keeps to the longest length of every sequence.
+
+        ``reuse`` and ``resume`` as in `RowBlocks`.
+        """
         self.pool = pool
         self._width = blocks_per_row
-        self._reuse = reuse
+        self._reuse, self._resume = reuse, resume or AnyPosition()
         self._overcommit = overcommit
         self._sequences: dict[int, Sequence] = {}
         self.table = array("i", [NULL_BLOCK]) * (rows * blocks_per_row)
@@ -135,12 +149,13 @@ class PagedBlocks(BlockManager):
         return self.pool.held, self.pool.count
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
-        return len(self._found(token_ids)) * self.pool.block_size
+        return self._found(token_ids)[1]
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
         pool, first = self.pool, sequences[0]
         token_ids = first.prefill_ids
-        found = [] if first.request.hints.scores_prompt else self._found(token_ids)
+        found, reused = ([], 0) if first.request.hints.scores_prompt else self._found(token_ids)
+        found, partial = found[: reused // pool.block_size], found[reused // pool.block_size :]
         full = len(token_ids) // pool.block_size
         soon, later = self._needed(first, lookahead)
         shared = sum(map(pool.is_idle, found)) - len(found) + full
@@ -157,7 +172,8 @@ class PagedBlocks(BlockManager):
                 pool.hold(leader[:full])
                 blocks = leader[:full] + pool.take(soon - full)
             self._set(sequence, blocks)
-        return Allocation(count, len(found) * pool.block_size)
+        copies = tuple((block, leader[len(found)], reused) for block in partial)
+        return Allocation(count, reused, copies, self._resume.load(token_ids[:reused], first.row) if reused else ())
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
         """Copy the last block where the prompt does not fill it; the others are shared."""
@@ -165,9 +181,13 @@ class PagedBlocks(BlockManager):
         own = [sequence.block_table[full] for sequence in sequences] if rest else []
         return tuple((own[0], block, length) for block in own[1:])
 
-    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
+    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> StateCopies:
+        return self._remember(sequences[0], token_ids, self._resume.save(sequences[0], token_ids))
+
+    def _remember(self, sequence: Sequence, token_ids: tuple[int, ...], states: StateCopies) -> StateCopies:
         if self._reuse:
-            self.pool.remember(token_ids, sequences[0].block_table)
+            self.pool.remember(token_ids, sequence.block_table, to_the_end=bool(states))
+        return states
 
     def extend(self, sequence: Sequence, length: int) -> bool:
         missing = self._blocks_for(length) - len(sequence.block_table)
@@ -177,13 +197,15 @@ class PagedBlocks(BlockManager):
             self._set(sequence, sequence.block_table + self.pool.take(missing))
         return True
 
-    def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+    def free(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
         """Keep the contents of the blocks until their room is needed."""
-        self.remember([sequence], token_ids)
+        states = self._resume.save(sequence, token_ids, is_turn) if is_turn else ()
+        self._remember(sequence, token_ids, states)
         self.pool.give_back(sequence.block_table)
         self._write_row(sequence.row, [])
         sequence.block_table = []
         del self._sequences[sequence.row]
+        return states
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
         """Change rows of the table; nothing is copied."""
@@ -202,13 +224,17 @@ class PagedBlocks(BlockManager):
             self._write_row(row, [])
         self._sequences.clear()
         self.pool.clear()
+        self._resume.clear()
 
-    def _found(self, token_ids: tuple[int, ...]) -> list[int]:
-        size = self.pool.block_size
-        if not self._reuse:
-            return []
-        found = self.pool.find(token_ids[: reusable(len(token_ids)) // size * size])
-        return found if len(found) * size >= FEWEST_REUSED else []
+    def _found(self, token_ids: tuple[int, ...]) -> tuple[list[int], int]:
+        """Return blocks from which a prompt goes on, and how many tokens they hold; the last may not be full."""
+        most = reusable(len(token_ids)) if self._reuse else 0
+        for length in self._resume.lengths(token_ids, most):
+            found = self.pool.find(token_ids[:length])
+            reused = min(length, len(found) * self.pool.block_size)
+            if reused >= FEWEST_REUSED and (reused == length or self._resume.can_cut):
+                return found, reused
+        return [], 0
 
     def _needed(self, sequence: Sequence, lookahead: int) -> tuple[int, int]:
         """Return the blocks that a sequence takes now, and the blocks to promise it.

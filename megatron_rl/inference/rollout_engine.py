@@ -230,8 +230,8 @@ class RolloutEngine(Engine):
         self.statistics.host_reads += 1
         finished = self._outputs.finish(running)
         self._read_routing([sequence for sequence in finished if sequence.request.hints.wants_routing])
+        self.runner.copy_states([pair for sequence in finished for pair in self._scheduler.free(sequence)])
         for sequence in finished:
-            self._scheduler.free(sequence)
             self.statistics.count_completion(sequence.num_drawn)
         complete = [group for group in dict.fromkeys(s.group for s in finished) if not group.open_sequences]
         for group in complete:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from megatron_rl.inference.block_manager import Allocation, BlockManager, Copies
 from megatron_rl.inference.engine import EngineLoad
 from megatron_rl.inference.sequence import Sequence, SequenceStatus
+from megatron_rl.inference.snapshots import StateCopies
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Chunk:
     """Copies in the cache that come first."""
     after: Copies = ()
     """Copies that give the finished prompt to the other sequences."""
+    states_before: StateCopies = ()
+    """The copy of recurrent states that the prompt goes on from."""
+    states_after: StateCopies = ()
+    """The copy that keeps those at its end."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -103,9 +108,10 @@ class Scheduler:
                     break
                 chunks.append(chunk)
                 left -= chunk.num_tokens
-        for chunk in chunks:
+        for place, chunk in enumerate(chunks):
             if chunk.is_last:
-                self._blocks.remember(chunk.sequences, chunk.token_ids)
+                kept = self._blocks.remember(chunk.sequences, chunk.token_ids)
+                chunks[place] = replace(chunk, states_after=kept) if kept else chunk
         self._prefills = [entry for entry in self._prefills if entry[0][0].status is SequenceStatus.PREFILL]
         return chunks
 
@@ -154,6 +160,7 @@ class Scheduler:
                 reused=reused if is_first else 0,
                 before=allocation.copies if is_first else (),
                 after=self._blocks.share(sequences, length) if is_last else (),
+                states_before=allocation.states if is_first else (),
             )  # fmt: skip
 
     # -- decoding ------------------------------------------------------------------------------
@@ -188,9 +195,12 @@ class Scheduler:
             self.add(sequence)
         return []
 
-    def free(self, sequence: Sequence) -> None:
-        """Release a finished sequence; its last token was drawn, but not fed."""
-        self._release(sequence, sequence.prefill_ids[:-1])
+    def free(self, sequence: Sequence) -> StateCopies:
+        """Release a finished sequence; its last token was drawn, but not fed.
+
+        Returns the copy that keeps its recurrent states. Where the host has cut it they are those of more tokens.
+        """
+        return self._release(sequence, sequence.prefill_ids[:-1], is_turn=sequence.num_cut == 0)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that is not finished. Tokens that only the device knows are not read."""
@@ -228,7 +238,7 @@ class Scheduler:
         self._lacks_blocks = False
         self._blocks.clear()
 
-    def _release(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+    def _release(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
         """Free row and blocks; the cache holds ``token_ids`` of the sequence."""
         del self._rows[sequence.row]
-        self._blocks.free(sequence, token_ids)
+        return self._blocks.free(sequence, token_ids, is_turn)

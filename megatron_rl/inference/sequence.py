@@ -56,6 +56,8 @@ class Sequence:
     """It was in the cache before: it made room for others, or was interrupted in an earlier rollout."""
     guide: Guide | None = None
     """Where its request has constraints."""
+    num_cut: int = 0
+    """Tokens that the device had drawn and fed when the host found an end before them."""
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     """Both as far as they are asked for and known, see `Completion`."""

@@ -1,8 +1,7 @@
 """Recurrent states beside the KV cache: of each layer that has one, a matrix a head for every row of the batch.
 
-A state is that of all tokens so far, and cannot be cut back to fewer. So no prompt begins with what another sequence
-has left: whoever is preempted, or goes on with a conversation, is computed from its first token. Samples of one prompt
-copy the state at its end.
+A state is that of all tokens so far, and cannot be cut back to fewer. So a prompt goes on only from a copy that was
+kept in a row behind those of the batch (`Snapshots`). Samples of one prompt copy the state at its end.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class RowStates:
         self.memory = [
             torch.zeros(rows, one.heads, one.key_width, one.value_width, device=device) for one in layers
         ]
-        self._alive = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._watched = self._alive = torch.zeros(rows, dtype=torch.bool, device=device)
         self._rows: torch.Tensor | None = None
         self._chunks: Chunks | None = None
         self._count, self._continues = 0, False
@@ -39,7 +38,11 @@ class RowStates:
 
     def watch(self, alive: torch.Tensor) -> None:
         """Keep the states of rows that are not ``alive`` [rows] in decode steps: their prompts may be under way."""
-        self._alive = alive
+        self._watched = self._alive = alive
+
+    def end(self, ended: torch.Tensor) -> None:
+        """Keep the states of rows that have ``ended`` [N] from now on until `begin_decode`."""
+        self._alive = self._alive[: self._count] & ~ended
 
     def begin_prompts(self, rows: torch.Tensor, lengths: Sequence[int], continues: bool) -> None:
         """Prepare for prompts of ``rows`` [N], or where it ``continues`` for more tokens of them."""
@@ -48,7 +51,7 @@ class RowStates:
 
     def begin_decode(self, count: int) -> None:
         """Prepare for decode steps of the first rows."""
-        self._rows, self._chunks, self._count = None, None, count
+        self._rows, self._chunks, self._count, self._alive = None, None, count, self._watched
 
     def of(self, layer: int) -> LayerStates:
         """Return what the ``layer``, counted among those that have states, reads and writes."""

@@ -15,6 +15,7 @@ from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
 from megatron_rl.inference.sequence import SequenceGroup, SequenceStatus
+from megatron_rl.inference.snapshots import Snapshots, StateCopies
 from megatron_rl.types import Hints, Place
 from tests.support.generation import request
 
@@ -36,6 +37,8 @@ class Sizes:
     """0: as many as the rows can fill."""
     overcommit: float = 1.0
     reuse: bool = True
+    snapshots: int = 0
+    """With any, layers have recurrent states."""
 
     @property
     def blocks_per_row(self) -> int:
@@ -76,6 +79,8 @@ class Twin:
         self.dropped: set[int] = set()
         self.position = [0] * sizes.rows
         self.alive = [False] * sizes.rows
+        self.states: list[tuple[int, ...]] = [()] * (sizes.rows + sizes.snapshots)
+        """The tokens that each row, and each snapshot, has been fed."""
         self.text: dict[int, tuple[int, ...]] = {}
         """The whole sequence in a row, up to its end."""
         self.prefilled = self.reused = self.preempted = self.decoded_rows = 0
@@ -83,10 +88,11 @@ class Twin:
 
     def _make_blocks(self) -> RowBlocks | PagedBlocks:
         sizes = self.sizes
+        resume = Snapshots(sizes.rows, sizes.snapshots) if sizes.snapshots else None
         if not sizes.block_size:
-            return RowBlocks(sizes.reuse)
+            return RowBlocks(sizes.reuse, resume)
         pool = BlockPool(sizes.blocks or sizes.rows * sizes.blocks_per_row, sizes.block_size)
-        return PagedBlocks(sizes.rows, sizes.blocks_per_row, pool, sizes.reuse, sizes.overcommit)
+        return PagedBlocks(sizes.rows, sizes.blocks_per_row, pool, sizes.reuse, sizes.overcommit, resume)
 
     def add(self, wanted: Wanted) -> None:
         assert len(wanted.prompt) + wanted.limit <= self.sizes.longest
@@ -156,15 +162,23 @@ class Twin:
         for (_, destination, _), contents in zip(copies, held, strict=True):
             self.cells[destination][:length] = contents
 
+    def _copy_states(self, copies: StateCopies) -> None:
+        for source, destination in copies:
+            self.states[destination] = self.states[source]
+
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             self._copy(chunk.before)
-            for _, row, length in chunk.before:
+            self._copy_states(chunk.states_before)
+            for _, row, length in () if self.sizes.block_size else chunk.before:
                 assert not self.alive[row]
                 self.position[row] = length
         # Whole prompts and first chunks, then those that begin in the cache.
         for chunk in sorted(chunks, key=lambda chunk: chunk.start > 0):
             self._check(chunk.rows[0], chunk.token_ids[: chunk.start])
+            has_state = not self.sizes.snapshots or not chunk.start
+            assert has_state or self.states[chunk.rows[0]] == chunk.token_ids[: chunk.start]
+            self.states[chunk.rows[0]] = chunk.token_ids[: chunk.end]
             for position in range(chunk.start, chunk.end):
                 self._write(chunk.rows[0], position, chunk.token_ids[position])
             self.prefilled += chunk.num_tokens
@@ -174,6 +188,7 @@ class Twin:
                     self.alive[row], self.position[row] = False, len(chunk.token_ids) - 1
                 continue
             self._copy(chunk.after)
+            self._copy_states(tuple((chunk.rows[0], row) for row in chunk.rows))
             for sample in chunk.sequences:
                 row, number = sample.row, sample.group.number
                 wanted = self.wanted[number]
@@ -181,6 +196,8 @@ class Twin:
                 assert chunk.token_ids == self.text[row][: len(chunk.token_ids)]
                 self.position[row] = len(chunk.token_ids)
                 self.alive[row] = self.position[row] + 1 < len(self.text[row])
+        for chunk in chunks:
+            self._copy_states(chunk.states_after)
 
     def _decode(self) -> None:
         running = self.scheduler.running
@@ -195,6 +212,7 @@ class Twin:
                 if self.alive[row]:
                     self._check(row, self.text[row][: position + 1])
                     self.position[row] += 1
+                    self.states[row] += (token,)
                     self.alive[row] = self.position[row] + 1 < len(self.text[row])
         for sample in running:
             sample.num_generated += steps
@@ -210,7 +228,10 @@ class Twin:
             new = text[len(sample.prefill_ids) :]
             sample.append(new, (0.0,) * len(new))
             sample.finish("stop")
-            self.scheduler.free(sample)
+            sample.num_cut = len(text) % 2
+            if sample.num_cut:  # the host found an end behind which the row had gone on
+                self.states[sample.row] += (GARBAGE,)
+            self._copy_states(self.scheduler.free(sample))
             wanted = self.wanted[sample.group.number]
             assert sample.sample not in wanted.answers, "a sample finished twice"
             wanted.answers[sample.sample] = text[len(wanted.prompt) :]
@@ -233,4 +254,5 @@ class Twin:
             for column in (self.position, self.alive):
                 column[source], column[destination] = column[destination], column[source]
             self.text[destination] = self.text.pop(source) if source in self.text else ()
+        self._copy_states(tuple(moves))
         self._copy(copies)

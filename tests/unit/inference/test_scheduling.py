@@ -136,3 +136,15 @@ def test_later_turns_waste_few_rows(block_size: int) -> None:
     written = sum(len(wanted.answers[0]) - 1 for wanted in twin.wanted)
     assert twin.decoded_rows < 1.25 * written
     assert twin.reused > 0.7 * (twin.reused + twin.prefilled)
+
+
+@pytest.mark.parametrize("block_size", [0, 1, 4, 16])
+def test_states_are_resumed_where_they_stand(block_size: int) -> None:
+    """`Twin` compares the tokens of each state with the beginning of the prompt that goes on from it."""
+    reused = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        sizes = replace(random_sizes(draw), reuse=True, block_size=block_size, blocks=0)
+        twin = served(replace(sizes, snapshots=draw.choice([1, sizes.rows])), seed, cancelled=0.2 * (seed % 2))
+        reused += twin.reused
+    assert reused > 100

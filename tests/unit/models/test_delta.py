@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_rl.models.delta_rule import Chunks, DeltaInputs, convolved, convolved_step, delta_rule, delta_step
 from megatron_rl.models.gpt import rollout_mode
 from megatron_rl.platform.groups import ParallelGroups
-from tests.support.generation import drain_with_pauses, generate, largest_gap, ragged_requests, rollout_engine, tokens
+from megatron_rl.types import Hints, Place
+from tests.support.generation import (
+    drain,
+    drain_with_pauses,
+    generate,
+    largest_gap,
+    ragged_requests,
+    request,
+    rollout_engine,
+    tokens,
+)
 from tests.support.tiny import DELTA, DELTA_EXPERTS, tiny_config, tiny_policy
 
 CPU = torch.device("cpu")
@@ -86,8 +98,8 @@ def policy(one_rank: ParallelGroups):
 
 
 def alone(policy, requests, **options):
-    """Each request in an engine of its own rows, one after the other: nothing is preempted, cut or moved."""
-    engine = rollout_engine(policy, max_batch_size=4, **options)
+    """Each request in an engine of its own rows, one after the other: nothing is reused, preempted, cut or moved."""
+    engine = rollout_engine(policy, max_batch_size=4, reuse_prefixes=False, **options)
     return [generate(policy, engine, [wanted])[0] for wanted in requests]
 
 
@@ -100,18 +112,71 @@ def test_groups_short_chunks_and_moves_change_nothing(one_rank: ParallelGroups, 
     found, wanted = generate(policy, engine, requests), alone(policy, requests)
     assert tokens(found) == tokens(wanted)
     assert largest_gap(found, wanted) < 5e-5
+
+
+def conversations(policy, lasting, turns: int = 6, **options):
+    """Three conversations at once, of ``turns`` that answer with ``lasting`` tokens each and hear five more."""
+    engine, said = rollout_engine(policy, stop_ids=(), max_batch_size=4, max_sequence_length=128, **options), []
+    heard = [tuple((7 * row + 3 * i) % 20 + 4 for i in range(20)) for row in range(3)]
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        for turn in range(turns):
+            asked = [
+                replace(
+                    request(ids, 1, row, max_new_tokens=new), hints=Hints(goes_on=True), place=Place(turn=turn)
+                ) for row, (ids, new) in enumerate(zip(heard, lasting, strict=True))
+            ]  # fmt: skip
+            for one in asked:
+                engine.submit(one)
+            said.append(drain(engine, asked))
+            answers = (answer[0].token_ids for answer in said[-1])
+            heard = [ids + new + (turn + 4, 5, 6, 7, 8) for ids, new in zip(heard, answers, strict=True)]
+    return [answers for turn in said for answers in turn], engine.statistics
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "paged"])
+def test_a_turn_computes_its_new_tokens_alone(one_rank: ParallelGroups, backend: str) -> None:
+    """By hand: 20 tokens, then in each of 5 turns the last one drawn and 5 that are heard; 20 + 5 x 6 = 50.
+
+    Without snapshots a conversation that draws n a turn computes 6 x 20 + (1 + .. + 5) x (n + 5). All three run in
+    bursts of up to 8 steps, in the middle of which some of them end.
+    """
+    policy = tiny_policy(tiny_config(**DELTA, seq_length=128, attention_backend=backend))
+    found, counts = conversations(policy, (6, 7, 9))
+    wanted, whole = conversations(policy, (6, 7, 9), reuse_prefixes=False)
+    assert tokens(found) == tokens(wanted)
+    assert largest_gap(found, wanted) < 5e-5
+    assert counts.prefill_tokens == 3 * 50
+    assert whole.prefill_tokens == 3 * 120 + 15 * (11 + 12 + 14) == counts.prefill_tokens + counts.reused_tokens
+
+
+def test_snapshots_are_void_when_a_rollout_begins(policy) -> None:
+    """A later turn has keys and values of the new weights then; a snapshot at its old prompt's end would be of others."""
+    engine = rollout_engine(policy, max_batch_size=4)
+    first = replace(request(range(4, 24), 1, max_new_tokens=8), hints=Hints(goes_on=True))
+    longer, other = (replace(first, prompt_ids=first.prompt_ids + heard) for heard in ((4,) * 8, (5,) * 8))
+    generate(policy, engine, [first])
+    generate(policy, engine, [longer], version=1)
+    with rollout_mode(policy):
+        engine.submit(other)
+        drain(engine, [other])
     assert engine.statistics.reused_tokens == 0
+    with rollout_mode(policy):
+        for asked in (first, other):
+            engine.submit(asked)
+            drain(engine, [asked])
+    assert engine.statistics.reused_tokens == 20
 
 
-def test_whoever_is_preempted_is_computed_from_its_first_token(one_rank: ParallelGroups) -> None:
+def test_whoever_is_preempted_goes_on_from_its_prompt(one_rank: ParallelGroups) -> None:
     policy = tiny_policy(tiny_config(**DELTA, seq_length=64, attention_backend="paged"))
-    requests = ragged_requests(6, 2, longest_prompt=12, max_new_tokens=24)
-    budget = 24 * 4 * 2 * 2 * 8 * 4 + 8 * policy.layout.state_bytes(4)  # bytes: 24 blocks of 4 tokens, and 8 states
+    requests = ragged_requests(6, 2, longest_prompt=24, max_new_tokens=24)
+    budget = 24 * 4 * 2 * 2 * 8 * 4 + 16 * policy.layout.state_bytes(4)  # bytes: 24 blocks of 4, and 8 states twice
     engine = rollout_engine(
         policy, stop_ids=(), max_batch_size=8, block_size=4, kv_overcommit=8.0, cache_budget_gb=budget / 2**30
     )
     found, wanted = generate(policy, engine, requests), alone(policy, requests, stop_ids=())
-    assert engine.max_batch_size == 8 and engine.statistics.preemptions > 0
+    assert engine.max_batch_size == 8 and engine.statistics.preemptions > 0 and engine.statistics.reused_tokens > 0
     assert tokens(found) == tokens(wanted)
     assert largest_gap(found, wanted) < 5e-5
 
@@ -134,5 +199,6 @@ def test_a_state_has_its_bytes(policy) -> None:
     assert policy.layout.state_bytes(4) == 2 * (4 * 4 * 48 + 3 * 56 * 4)
     assert policy.layout.state_bytes(2) == 2 * (4 * 4 * 48 + 3 * 56 * 2)
     assert policy.layout.slot_numbers(5) == 5 * 2 * 2 * 8
-    engine = rollout_engine(policy, max_batch_size=3)
-    assert sum(t.numel() * t.element_size() for t in engine.cache.states.tensors) == 3 * policy.layout.state_bytes(4)
+    for reuses in (False, True):  # with a snapshot for each row, or without
+        held = rollout_engine(policy, max_batch_size=3, reuse_prefixes=reuses).cache.states.tensors
+        assert sum(t.numel() * t.element_size() for t in held) == (3 + 3 * reuses) * policy.layout.state_bytes(4)
