@@ -133,7 +133,7 @@ class LayerCache:
 class StateCache:
     """What a layer with a recurrent state keeps of a sequence on one rank, however long that is.
 
-    A state cannot be cut back to fewer tokens, so prompts never begin with what another sequence has left.
+    A state cannot be cut back to fewer tokens, so prompts continue only from copies of it.
     """
 
     heads: int

@@ -237,10 +237,11 @@ class ModelRunner:
     def _keep_ended(self, drawn: torch.Tensor, steps: int) -> None:
         """Keep the recurrent states of rows that ended with ``drawn`` [N], after ``steps`` of several steps.
 
-        The next turn goes on from there, and the batch records their end only after the last step.
+        The next turn goes on from there, and the batch records their end only after the last step. Not on a stage:
+        the others do not know what was drawn.
         """
         state, states = self.state, self.context.cache.states
-        if states is not None:
+        if states is not None and self._is_alone:
             rows = len(drawn)
             states.end(state.is_stop[drawn] | (state.limit[:rows] - state.count[:rows] <= steps))
 

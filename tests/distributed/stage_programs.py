@@ -88,9 +88,9 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
         lane.runner.graphs = DecodeGraphs(lane.runner, policy, EagerRecorder(), *sizes)
     wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 10} | dict(case.get("requests", {}))
     # At least `FEWEST_ROWS` tokens: a shorter prompt computed alone adds up in another order, on one rank as well.
+    hints = Hints(wants_routing=replay, goes_on=case.get("turns", False))
     requests = [
-        replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids), hints=Hints(wants_routing=replay))
-        for one in ragged_requests(**wanted)
+        replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids), hints=hints) for one in ragged_requests(**wanted)
     ]
     recipe = case.get("recipe")
     audits: list[Any] = []
@@ -203,10 +203,11 @@ def drain_cancelling(engine: Engine, requests: list[Request]) -> list[tuple[Comp
 def second_turns(
     engine: Engine, requests: list[Request], completions: list[tuple[Completion, ...]]
 ) -> list[tuple[Completion, ...]]:
-    """Every sample goes on after two tokens that it reads."""
+    """Every sample goes on after three tokens that it reads."""
     later = [
         replace(
-            request, prompt_ids=(*request.prompt_ids, *done.token_ids, 5, 7), num_samples=1, place=Place(sample, turn=1)
+            request, prompt_ids=(*request.prompt_ids, *done.token_ids, 5, 7, 9), num_samples=1,
+            place=Place(sample, turn=1),
         )
         for request, group in zip(requests, completions, strict=True)
         for sample, done in enumerate(group)

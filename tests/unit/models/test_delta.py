@@ -21,6 +21,7 @@ from tests.support.generation import (
     rollout_engine,
     tokens,
 )
+from tests.support.tape import taped
 from tests.support.tiny import DELTA, DELTA_EXPERTS, tiny_config, tiny_policy
 
 CPU = torch.device("cpu")
@@ -114,9 +115,11 @@ def test_groups_short_chunks_and_moves_change_nothing(one_rank: ParallelGroups, 
     assert largest_gap(found, wanted) < 5e-5
 
 
-def conversations(policy, lasting, turns: int = 6, **options):
+def conversations(policy, lasting, turns: int = 6, with_graphs: bool = False, **options):
     """Three conversations at once, of ``turns`` that answer with ``lasting`` tokens each and hear five more."""
     engine, said = rollout_engine(policy, stop_ids=(), max_batch_size=4, max_sequence_length=128, **options), []
+    if with_graphs:
+        taped(engine, policy, key_lengths=(64, 128))
     heard = [tuple((7 * row + 3 * i) % 20 + 4 for i in range(20)) for row in range(3)]
     with rollout_mode(policy):
         engine.begin(1, 0)
@@ -134,15 +137,15 @@ def conversations(policy, lasting, turns: int = 6, **options):
     return [answers for turn in said for answers in turn], engine.statistics
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "paged"])
-def test_a_turn_computes_its_new_tokens_alone(one_rank: ParallelGroups, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "with_graphs"), [("sdpa", False), ("paged", False), ("paged", True)])
+def test_a_turn_computes_its_new_tokens_alone(one_rank: ParallelGroups, backend: str, with_graphs: bool) -> None:
     """By hand: 20 tokens, then in each of 5 turns the last one drawn and 5 that are heard; 20 + 5 x 6 = 50.
 
     Without snapshots a conversation that draws n a turn computes 6 x 20 + (1 + .. + 5) x (n + 5). All three run in
     bursts of up to 8 steps, in the middle of which some of them end.
     """
     policy = tiny_policy(tiny_config(**DELTA, seq_length=128, attention_backend=backend))
-    found, counts = conversations(policy, (6, 7, 9))
+    found, counts = conversations(policy, (6, 7, 9), with_graphs=with_graphs)
     wanted, whole = conversations(policy, (6, 7, 9), reuse_prefixes=False)
     assert tokens(found) == tokens(wanted)
     assert largest_gap(found, wanted) < 5e-5
@@ -151,7 +154,7 @@ def test_a_turn_computes_its_new_tokens_alone(one_rank: ParallelGroups, backend:
 
 
 def test_snapshots_are_void_when_a_rollout_begins(policy) -> None:
-    """A later turn has keys and values of the new weights then; a snapshot at its old prompt's end would be of others."""
+    """Keys and values of the first prompt are computed anew; a snapshot at its end would be of the old weights."""
     engine = rollout_engine(policy, max_batch_size=4)
     first = replace(request(range(4, 24), 1, max_new_tokens=8), hints=Hints(goes_on=True))
     longer, other = (replace(first, prompt_ids=first.prompt_ids + heard) for heard in ((4,) * 8, (5,) * 8))
