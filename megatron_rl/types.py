@@ -26,8 +26,7 @@ Split = Literal["train", "test"]
 FinishReason = Literal["stop", "length", "stop_string"]
 """``stop`` is an end token, or a special token that ends an answer like a stop string."""
 Message = Mapping[str, Any]
-"""One chat turn: ``{"role": "user", "content": "..."}``; of the assistant perhaps with ``tool_calls``, of a tool with
-``tool_call_id``, as in OpenAI's API. JSON values only."""
+"""One chat turn as in OpenAI's API, ``{"role": "user", "content": "..."}`` and perhaps tool calls; JSON values only."""
 Prompt = str | tuple[Message, ...]
 """Plain text, or chat messages to be rendered with the tokenizer's chat template."""
 
@@ -102,8 +101,7 @@ class Grade:
     correct: bool | None = field(default=None, kw_only=True)
     """Whether the answer is right. Left out, `environments.results.is_right` tells by status and reward, if it can."""
     code: str = field(default="", kw_only=True)
-    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where grading failed. Not
-    read from an environment, nor is what follows: it raises an exception."""
+    """Where grading failed: ``timeout | environment_exception | invalid_reward | worker_died | server_unreachable``."""
     message: str = field(default="", kw_only=True)
     continuation: Continuation | None = field(default=None, kw_only=True)
     """Set when the conversation goes on; ``reward`` is then its worth if it cannot."""
@@ -206,13 +204,15 @@ class Hints:
 
 @dataclass(frozen=True)
 class Talk:
-    """What an environment knows of one sample of a conversation that waits for the next step."""
+    """What is known of one sample of a conversation or of a harness that waits for the next step."""
 
     state: Any = None
     earned: tuple[float, ...] = ()
     """Rewards of its turns so far."""
-    grade: Grade | None = None
-    """Of a sample that has ended, while others of its group have not."""
+    calls: Mapping[str, Completion] | None = None
+    """Of a harness: the answers to its calls by `Trace.key`, perhaps begun. It is started again and calls again."""
+    ended: Rollout | None = None
+    """A sample that has ended, while others of its group have not."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Request:
     so_far: tuple[Completion, ...] = ()
     """Of a request that `Engine.interrupt` gave back: one each, from which they go on."""
     talks: tuple[Talk, ...] = ()
-    """Of a conversation behind its first turn one each; ``so_far`` then ends with the reply and the turn begun."""
+    """One a sample of a harness, or of a conversation behind its first turn: ``so_far`` ends with the turn begun."""
 
     @property
     def is_generated(self) -> bool:

@@ -201,7 +201,7 @@ class Conversations:
         self._keep_graded(request)
         asked = replace(request, so_far=(), talks=())
         for sample, (said, talk) in enumerate(zip(request.so_far, request.talks, strict=True)):
-            if talk.grade is not None:
+            if talk.ended is not None:
                 continue
             before, reply, turn = divided(said)
             conversation = _Conversation(
@@ -212,9 +212,9 @@ class Conversations:
 
     def _keep_graded(self, request: Request) -> None:
         asked = replace(request, so_far=(), talks=())
-        for sample, (said, talk) in enumerate(zip(request.so_far, request.talks, strict=True)):
-            if talk.grade is not None:
-                self._finished.keep(asked, sample, Rollout(said, "", talk.grade))
+        for sample, talk in enumerate(request.talks):
+            if talk.ended is not None:
+                self._finished.keep(asked, sample, talk.ended)
 
     def pause(self, unfinished: Sequence[Request]) -> list[Request]:
         """Return what is to go on in the next step, one request a group, of what the engine gave back.
@@ -230,7 +230,7 @@ class Conversations:
         ended, samples = self._finished.give_back(request.index), []
         for sample in range(request.num_samples):
             if sample in ended:
-                samples.append((ended[sample].completion, Talk(grade=ended[sample].grade)))
+                samples.append((ended[sample].completion, Talk(ended=ended[sample])))
                 continue
             conversation = self._open.pop((request.index, sample))
             said = extended(conversation.said, conversation.reply, turns[request.index, sample])

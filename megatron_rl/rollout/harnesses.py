@@ -27,8 +27,9 @@ from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout import agents
 from megatron_rl.rollout.conversations import from_row, to_row
 from megatron_rl.rollout.journal import FinishedGroups
+from megatron_rl.rollout.past_calls import PastCalls
 from megatron_rl.rollout.trace import Trace
-from megatron_rl.types import Completion, Grade, HarnessRun, Place, Request, Rollout
+from megatron_rl.types import Completion, Grade, HarnessRun, Place, Request, Rollout, Talk
 
 RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
 """(environment, samples of a group) -> one grade each; never raises for a bad sample. Cancelled, it ends them."""
@@ -50,6 +51,7 @@ class HarnessSettings:
 @dataclass
 class _Sample:
     request: Request
+    past: PastCalls
     trace: Trace = field(default_factory=Trace)
 
 
@@ -70,8 +72,11 @@ class _End(NamedTuple):
 class Harnesses:
     """The samples of harnesses in one rollout; every rank of a model copy holds all of them."""
 
-    def __init__(self, settings: HarnessSettings, groups: ParallelGroups, finished: FinishedGroups) -> None:
-        """``finished`` gets every sample that has ended."""
+    def __init__(
+        self, settings: HarnessSettings, groups: ParallelGroups, finished: FinishedGroups, one_by_one: bool = False
+    ) -> None:
+        """``finished`` gets every sample that has ended; ``one_by_one`` before others of its group have."""
+        self._one_by_one = one_by_one
         self._settings = settings
         self._groups = groups
         self._finished = finished
@@ -93,11 +98,18 @@ class Harnesses:
         return request.source.environment in self._settings.environments
 
     def start(self, request: Request) -> None:
-        """Run the samples of a group."""
-        for sample in range(request.num_samples):
-            self._open[request.index, sample] = _Sample(request)
+        """Run the samples of a group; of one that has waited for this step those that have not ended."""
+        asked = replace(request, so_far=(), talks=())
+        talks = request.talks or (Talk(),) * request.num_samples
+        for sample, talk in enumerate(talks):
+            if talk.ended is not None:
+                self._finished.keep(asked, sample, talk.ended)
+            else:
+                self._open[request.index, sample] = _Sample(asked, PastCalls(talk.calls or {}))
+        samples = [sample for sample, talk in enumerate(talks) if talk.ended is None]
         if self._groups.leads_model:
-            self.asked.add(asyncio.create_task(self._run(request)))
+            parts = [[sample] for sample in samples] if self._one_by_one else [samples]
+            self.asked |= {asyncio.create_task(self._run(asked, part)) for part in parts}
 
     def add_answer(self, request: Request, completion: Completion) -> None:
         """Deliver what the engine made of a call; of a sample that has ended meanwhile it is dropped."""
@@ -124,7 +136,7 @@ class Harnesses:
             if not self._groups.leads_model:
                 ends = [_End(*from_row(row)) for row in rows]
         for index, sample, call in calls:
-            engine.submit(self._request(index, sample, Call(**call)))
+            self._submit(self._request(index, sample, Call(**call)), engine)
         for call in outside:
             engine.submit(request_of(**call))
         for number in cancelled:
@@ -140,16 +152,16 @@ class Harnesses:
 
     # -- of the leader ---------------------------------------------------------------------------
 
-    async def _run(self, request: Request) -> list[_End]:
-        """Run the samples; those whose server died run once more, in new sessions: their processes are gone."""
+    async def _run(self, request: Request, numbers: Sequence[int]) -> list[_End]:
+        """Run these samples; those whose server died run once more, in new sessions: their processes are gone."""
         ends: dict[int, _End] = {}
-        samples = list(range(request.num_samples))
+        samples = numbers
         for _ in range(2):
             ends |= {end.sample: end for end in await self._attempt(request, samples)}
             samples = [sample for sample in samples if ends[sample].grade.code == "server_unreachable"]
             if not samples:
                 break
-        return [ends[sample] for sample in range(request.num_samples)]
+        return [ends[sample] for sample in numbers]
 
     async def _attempt(self, request: Request, samples: Sequence[int]) -> list[_End]:
         endpoint, source = self._settings.endpoint, request.source
@@ -166,11 +178,11 @@ class Harnesses:
             for session in sessions:
                 del self._sessions[session]
         return [
-            _ended(request.index, sample, self._judged(grade, end), end)
+            _ended(request.index, sample, self._judged(request.index, sample, grade, end), end)
             for sample, end, grade in zip(samples, closed, grades, strict=True)
         ]
 
-    def _judged(self, grade: Grade, end: SessionEnd) -> Grade:
+    def _judged(self, index: int, sample: int, grade: Grade, end: SessionEnd) -> Grade:
         """Return the grade with what the session knows of the sample."""
         if grade.failed:
             return grade
@@ -179,7 +191,10 @@ class Harnesses:
         if end.edited and self._settings.masks_edits:
             message = f"{end.edited} calls with answers in their history that the model has not given"
             return Grade(None, code="edited_history", message=message)
-        return replace(grade, metrics={**grade.metrics, "edited_histories": float(end.edited)})
+        metrics, past = {"edited_histories": float(end.edited)}, self._open[index, sample].past
+        if past.given:
+            metrics["repeated_calls"] = float(past.num_repeated)
+        return replace(grade, metrics={**grade.metrics, **metrics})
 
     def _news(self) -> tuple[list[tuple[int, int, dict[str, Any]]], list[dict[str, Any]], list[int], list[_End]]:
         taken, cancelled = self._settings.endpoint.take(), self._settings.endpoint.take_cancelled()
@@ -194,6 +209,42 @@ class Harnesses:
         return calls, outside, cancelled, sorted(ends, key=lambda end: end[:2])
 
     # -- of all ranks ----------------------------------------------------------------------------
+
+    def _submit(self, call: Request, engine: Engine) -> None:
+        """Have a call answered, as far as no earlier step has."""
+        found = self._sample_of[call.place.call].past.add(call)
+        if found is None:
+            engine.submit(call)
+        elif found.finish_reason is None:
+            engine.submit(replace(call, so_far=(found,)))
+        else:
+            self.add_answer(call, found)
+
+    def pause(self, unfinished: Sequence[Request]) -> list[Request]:
+        """Return the groups that go on in the next step, after the ``unfinished`` calls that the engine gave back.
+
+        The leader's programs have to be ended then.
+        """
+        begun: dict[tuple[int, int], dict[int, Completion]] = {}
+        for call in unfinished:
+            if call.place.call in self._sample_of:  # else of a judge, or its client has gone
+                answers = begun.setdefault((call.index, call.place.first_sample), {})
+                answers[call.place.call] = call.so_far[0]
+        paused = {sample.request.index: sample.request for sample in self._open.values()}
+        waiting = {
+            place: sample.past.waiting(sample.trace.answers | begun.get(place, {}))
+            for place, sample in self._open.items()
+        }
+        self._open.clear()
+        self._sample_of.clear()
+        return [self._paused(request, waiting) for _, request in sorted(paused.items())]
+
+    def _paused(self, request: Request, waiting: Mapping[tuple[int, int], Talk]) -> Request:
+        ended = {sample: Talk(ended=rollout) for sample, rollout in self._finished.give_back(request.index).items()}
+        talks = [ended.get(s) or waiting[request.index, s] for s in range(request.num_samples)]
+        nothing = Completion((), (), None, policy_version=0)
+        so_far = tuple(nothing if talk.ended is None else talk.ended.completion for talk in talks)
+        return replace(request, so_far=so_far, talks=tuple(talks))
 
     def _request(self, index: int, number: int, call: Call) -> Request:
         sample = self._open[index, number]

@@ -120,7 +120,7 @@ class StepJournal:
             record = None if self._extra_groups is None else self._extra_groups.find(asked)
         if record is None:
             return None
-        rollouts = tuple(_rollout(rollout, request.hints.wants_routing) for rollout in record["rollouts"])
+        rollouts = tuple(rollout_of(rollout, request.hints.wants_routing) for rollout in record["rollouts"])
         completions = (completion for rollout in rollouts for completion in rollout.completions)
         if request.hints.wants_routing and any(completion.routing is None for completion in completions):
             return None  # of a start without --rl-router-replay
@@ -213,7 +213,7 @@ class ExtraGroups(Records):
 def record_of(group: RolloutGroup) -> Record:
     """Return a group as JSON values; texts are left out."""
     asked = _asked(group.source, group.prompt_ids, len(group.rollouts))
-    return {"asked": asked, "rollouts": list(map(_described, group.rollouts))}
+    return {"asked": asked, "rollouts": list(map(described_rollout, group.rollouts))}
 
 
 def _oldest_version(record: Record) -> int:
@@ -234,7 +234,7 @@ def _task_of(source: SourcedTask) -> list[Any]:
     return [source.environment, source.task.id, source.epoch]
 
 
-def _described(rollout: Rollout) -> Record:
+def described_rollout(rollout: Rollout) -> Record:
     record = {**described(rollout.completion), "grade": result_to_json(rollout.grade)}
     if rollout.prompt_ids is not None:
         record["prompt_ids"] = _packed("i", rollout.prompt_ids)
@@ -251,7 +251,7 @@ def described(completion: Completion) -> Record:
     return {name: value for name, value in {**vars(completion), **packed}.items() if name not in _NOT_KEPT}
 
 
-def _rollout(record: Record, wants_routing: bool) -> Rollout:
+def rollout_of(record: Record, wants_routing: bool) -> Rollout:
     prompt, grade = record.get("prompt_ids"), result_from_json(record["grade"])
     branches = tuple(
         Branch(_unpacked("i", branch["prompt_ids"]), completion_of(branch, wants_routing))

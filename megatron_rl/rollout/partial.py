@@ -8,25 +8,34 @@ With dynamic sampling some of those taken (✓) do not count. They are dropped, 
 new prompts in their places and takes as many as are still missing. Groups that count and are too many wait, graded.
 
 Which groups are generated first, a replica sees at the steps of its own engine. No clock and no other replica has a
-part in it, so a step that is done again has the same groups.
+part in it, so a step that is done again has the same groups; but for those of harnesses, whose programs take the time
+that they take. `training/groups_by_clock` counts these.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.rollout.collector import Collector, StepRollouts
-from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.filtering import counts_in
-from megatron_rl.rollout.journal import FinishedGroups, Record, Records, StepJournal, asked_of, completion_of, described
-from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal
+from megatron_rl.rollout.journal import (
+    FinishedGroups,
+    Record,
+    Records,
+    StepJournal,
+    asked_of,
+    completion_of,
+    described,
+    described_rollout,
+    rollout_of,
+)  # fmt: skip
+from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal, drawn_for
 from megatron_rl.rollout.rollouter import Goal
 from megatron_rl.rollout.statistics import staleness_metrics
 from megatron_rl.rollout.trace import divided
@@ -46,7 +55,9 @@ class PartialRollouts:
     finishes: bool
     """Groups are generated before they are too old; else those that are too old are dropped."""
     in_rounds: bool = False
-    """See `Goal`; where an environment replies."""
+    """See `Goal`; where an environment replies or calls."""
+    by_clock: frozenset[str] = frozenset()
+    """Environments that call the model by themselves: how fast they are has a part in which groups end first."""
 
     def due(self, requests: Sequence[Request], policy_version: int, wanted: int) -> set[int]:
         """Return the places of those ``requests`` that must be among the ``wanted`` ones of this step.
@@ -132,23 +143,25 @@ class PartialCollector(Collector):
         """See `Collector`."""
         metrics = super().commit(step)
         self.unfinished.records = step.unfinished
+        if by_clock := self.partial.by_clock:
+            metrics["training/groups_by_clock"] = float(sum(task.environment in by_clock for task in step.drawn))
         return metrics | staleness_metrics(step.groups, step.policy_version, self.groups.rollout_group) | {
             "training/groups_started": float(step.started),
             "training/groups_put_aside": float(len(step.unfinished)),
             "training/groups_dropped": float(len(step.dropped)),
-            "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in r.so_far)),
+            "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in drawn_for(r))),
         }
 
 
 def graded(request: Request, group: RolloutGroup) -> Request:
     """Return ``request`` as it waits with the grades of its ``group``."""
     so_far = tuple(rollout.completion for rollout in group.rollouts)
-    return replace(request, so_far=so_far, talks=tuple(Talk(grade=rollout.grade) for rollout in group.rollouts))
+    return replace(request, so_far=so_far, talks=tuple(Talk(ended=rollout) for rollout in group.rollouts))
 
 
 def oldest_version(request: Request, policy_version: int) -> int:
     """Return the version of the oldest token of its samples; ``policy_version`` where there is none."""
-    return min((sample.stretches[0][0] for sample in request.so_far if sample.token_ids), default=policy_version)
+    return min((sample.stretches[0][0] for sample in drawn_for(request) if sample.token_ids), default=policy_version)
 
 
 @dataclass
@@ -177,16 +190,15 @@ class PartialGoal(Goal):
             self.unfinished += engine.interrupt()
         return taken
 
-    def settle(self, finished: FinishedGroups, conversations: Conversations, engine: Engine) -> None:
-        """Take the groups of conversations that have ended, in their order; with enough of them, all others wait."""
-        asked = {request.index: replace(request, so_far=(), talks=()) for request in self.requests}
+    def settle(self, finished: FinishedGroups, pause: Callable[[], list[Request]]) -> None:
+        """Take the groups that have ended, in their order; with enough of them, all others wait."""
         for index in sorted(finished.groups.keys() - self._taken):
             if not self._takes(index):
-                ended = [rollout for _, rollout in sorted(finished.give_back(index).items())]
-                so_far, talks = (r.completion for r in ended), (Talk(grade=r.grade) for r in ended)
-                self.unfinished.append(replace(asked[index], so_far=tuple(so_far), talks=tuple(talks)))
-        if not self.due and not self.others and engine.has_unfinished:
-            self.unfinished += conversations.pause(engine.interrupt())
+                asked, group = next(r for r in self.requests if r.index == index), finished.groups[index]
+                finished.give_back(index)
+                self.unfinished.append(graded(asked, group))
+        if not self.due and not self.others:
+            self.unfinished += pause()
 
     def _takes(self, index: int) -> bool:
         """Return whether the step takes a group that is generated, and count it."""
@@ -224,8 +236,11 @@ class UnfinishedGroups(Records):
             environment, task_id, epoch, *_ = record["asked"]
             drawn = source.find(environment, task_id, epoch)
             if drawn is not None:
-                so_far = tuple(completion_of(sample, factory.wants_routing) for sample in record["samples"])
-                talks = tuple(map(_talk_of, record.get("talks", ())))
+                talks = tuple(talk_of(talk, factory.wants_routing) for talk in record.get("talks", ()))
+                so_far = tuple(
+                    talks[number].ended.completion if sample is None else completion_of(sample, factory.wants_routing)
+                    for number, sample in enumerate(record["samples"])
+                )
                 request = replace(factory.request(drawn, group_size, len(found)), so_far=so_far, talks=talks)
                 if asked_of(request) == record["asked"] and _can_go_on(request, factory):
                     found.append(request)
@@ -239,22 +254,33 @@ class UnfinishedGroups(Records):
 
 def gathered(goal: PartialGoal, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:
     """Gather the indices of generated groups, and records of unfinished ones, of all replicas; collective."""
-    own = [[request.index, _record(request)] for request in goal.unfinished]
+    own = [[request.index, waiting_record(request)] for request in goal.unfinished]
     parts = gather_json([list(finished), own], replicas)
     records = sorted((entry for _, part in parts for entry in part), key=lambda entry: entry[0])
     return sorted(index for indices, _ in parts for index in indices), [record for _, record in records]
 
 
-def _record(request: Request) -> Record:
-    record = {"asked": asked_of(request), "samples": list(map(described, request.so_far))}
+def waiting_record(request: Request) -> Record:
+    """Return a request that goes on in the next step as JSON values."""
+    ended = [talk.ended is not None for talk in request.talks] or [False] * len(request.so_far)
+    samples = [None if ends else described(said) for said, ends in zip(request.so_far, ended, strict=True)]
+    record = {"asked": asked_of(request), "samples": samples}
     if request.talks:
-        record["talks"] = [vars(talk) | {"grade": talk.grade and result_to_json(talk.grade)} for talk in request.talks]
+        record["talks"] = [vars(talk) | _described_talk(talk) for talk in request.talks]
     return record
 
 
-def _talk_of(record: Record) -> Talk:
-    grade = record["grade"]
-    return Talk(record["state"], tuple(record["earned"]), grade and result_from_json(grade))
+def _described_talk(talk: Talk) -> Record:
+    calls = None if talk.calls is None else {key: described(answer) for key, answer in talk.calls.items()}
+    return {"calls": calls, "ended": talk.ended and described_rollout(talk.ended)}
+
+
+def talk_of(record: Record, wants_routing: bool) -> Talk:
+    """Return what `waiting_record` wrote of one sample."""
+    calls, ended = record["calls"], record["ended"]
+    if calls is not None:
+        calls = {key: completion_of(answer, wants_routing) for key, answer in calls.items()}
+    return Talk(record["state"], tuple(record["earned"]), calls, ended and rollout_of(ended, wants_routing))
 
 
 def _can_go_on(request: Request, factory: RequestFactory) -> bool:
@@ -262,10 +288,12 @@ def _can_go_on(request: Request, factory: RequestFactory) -> bool:
 
     Those of an unfinished sample are recorded when it is finished: the engine feeds it all its tokens again.
     """
+    finished = [completion for completion in drawn_for(request) if completion.finish_reason is not None]
+    if factory.wants_routing and any(completion.routing is None for completion in finished):
+        return False
+    of_harness = any(talk.calls is not None for talk in request.talks)  # its limits are part of its calls' keys
     for sample in request.so_far:
-        if sample.finish_reason is not None:
-            if factory.wants_routing and sample.routing is None:
-                return False
+        if sample.finish_reason is not None or of_harness:
             continue
         begun = divided(sample)[2] if request.talks else sample
         if len(begun.token_ids) >= request.sampling.max_new_tokens:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.trainer.packing import balance
-from megatron_rl.types import Hints, Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Completion, Hints, Request, SamplingParams, SourcedTask, Task
 
 _GROUPS_IN_MEAN = 256
 """An environment's mean is over about its last so many groups: it follows a policy whose answers grow."""
@@ -185,6 +185,13 @@ class _Environment:
     """Mean over the samples of each task when it was last seen."""
 
 
+def drawn_for(request: Request) -> tuple[Completion, ...]:
+    """Return all completions that a request has so far, those of a harness call by call."""
+    calls = (answer for talk in request.talks for answer in (talk.calls or {}).values())
+    branches = (branch.completion for talk in request.talks if talk.ended for branch in talk.ended.branches)
+    return (*request.so_far, *calls, *branches)
+
+
 class ExpectedLengths:
     """Learns how long completions become: by task, else by environment, else it expects the limit."""
 
@@ -193,7 +200,7 @@ class ExpectedLengths:
 
     def tokens(self, request: Request) -> int:
         """Expect the tokens of a group: its prompt, which is read once, and what its completions will add."""
-        drawn = sum(len(sample.token_ids) for sample in request.so_far)
+        drawn = sum(len(sample.token_ids) for sample in drawn_for(request))
         return len(request.prompt_ids) + max(0, round(request.num_samples * self.completion(request)) - drawn)
 
     def learn(self, seen: Iterable[tuple[SourcedTask, float]]) -> None:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -38,7 +38,8 @@ class Goal:
     """The goal of a rollout, and so its end. This one: all its requests."""
 
     in_rounds = False
-    """No engine step is made while an environment's answer is due, so that no clock decides what is generated first."""
+    """Samples may have several turns: groups are taken as they end. No engine step is made while an environment's reply
+    is due, so that no clock decides what is generated first. Harnesses are not waited for: they may take minutes."""
     was_left = False
     """Another replica has left, as it was asked to stop or ran out of memory; all must."""
 
@@ -46,8 +47,11 @@ class Goal:
         """Return those of the generated requests that are to be graded; it may interrupt the ``engine``."""
         return done
 
-    def settle(self, finished: FinishedGroups, conversations: Conversations, engine: Engine) -> None:
-        """Look at the groups that have ended; of rounds, called when no answer is due."""
+    def settle(self, finished: FinishedGroups, pause: Callable[[], list[Request]]) -> None:
+        """Look at the groups that have ended; of rounds, called when no reply is due.
+
+        ``pause`` ends all work, and returns what is to go on in the next step.
+        """
 
     def is_met(self, finished: Mapping[int, RolloutGroup], idle: bool) -> bool:
         """Return whether the rollout ends; ``idle`` says that nothing is left to generate or to grade here.
@@ -154,7 +158,9 @@ class Rollouter:
         conversations = Conversations(
             self._grade, self._conversations, self._tokenizer, self._groups, finished, goal.in_rounds
         )
-        harnesses = None if self._harnesses is None else Harnesses(self._harnesses, self._groups, finished)
+        harnesses = None
+        if self._harnesses is not None:
+            harnesses = Harnesses(self._harnesses, self._groups, finished, one_by_one=goal.in_rounds)
         samples = _Samples(self._engine, goal, conversations, harnesses, finished)
         try:
             samples.begin(requests)
@@ -175,7 +181,7 @@ class Rollouter:
         for steps in itertools.count():
             # Once all groups are finished, nobody waits for what the engine may still have of them.
             generating = self._engine.has_unfinished and len(finished) < num_requests
-            generating &= not (samples.goal.in_rounds and samples.waiting)
+            generating &= not samples.holds_back
             generating, waiting = self._on_any_copy(generating, samples.waiting)
             idle = not (generating or waiting)
             if samples.goal.is_met(finished, idle):
@@ -228,15 +234,18 @@ class _Samples:
         new = [r for r in requests if not conversations.take_up(r, of_harness=r.index in calling)]
         if len(new) < len(requests):
             logger.info("%d of %d groups were answered before", len(requests) - len(new), len(requests))
+        generated: list[Completed] = []
         for request in new:
             if request.index in calling:
                 harnesses.start(request)
-            elif request.talks and not request.is_generated:
+            elif request.is_generated:
+                generated.append((request, request.so_far))
+            elif request.talks:
                 conversations.resume(request, self.engine)
-            elif not request.is_generated:
+            else:
                 hints = replace(request.hints, goes_on=conversations.goes_on(request))
                 self.engine.submit(replace(request, hints=hints))
-        self._take([(request, request.so_far) for request in new if request.is_generated])
+        self._take(generated)
         self._settle()
 
     def step(self) -> None:
@@ -245,14 +254,22 @@ class _Samples:
 
     def _take(self, done: Sequence[Completed]) -> None:
         turns: list[Completed] = []
-        if self.goal.in_rounds:  # a conversation is generated when it has ended, which `settle` sees
-            turns = [each for each in done if self.conversations.goes_on(each[0])]
-            done = [each for each in done if not self.conversations.goes_on(each[0])]
+        if self.goal.in_rounds:  # what has several turns is generated when it has ended, which `settle` sees
+            turns = [each for each in done if self._goes_on(each[0])]
+            done = [each for each in done if not self._goes_on(each[0])]
         for request, completions in [*turns, *self.goal.take(done, self.engine)]:
             if request.place.call is None:
                 self.conversations.add_turn(request, completions)
             else:
                 self.harnesses.add_answer(request, completions[0])
+
+    def _goes_on(self, request: Request) -> bool:
+        return request.place.call is not None or self.conversations.goes_on(request)
+
+    @property
+    def holds_back(self) -> bool:
+        """True while the engine makes no step, see `Goal.in_rounds`."""
+        return self.goal.in_rounds and self.conversations.waiting
 
     @property
     def waiting(self) -> bool:
@@ -266,8 +283,16 @@ class _Samples:
         self._settle()
 
     def _settle(self) -> None:
-        if self.goal.in_rounds and not self.waiting:
-            self.goal.settle(self.finished, self.conversations, self.engine)
+        if self.goal.in_rounds and not self.holds_back:
+            self.goal.settle(self.finished, self._pause)
+
+    def _pause(self) -> list[Request]:
+        unfinished = self.engine.interrupt() if self.engine.has_unfinished else []
+        if self.harnesses is None:
+            return self.conversations.pause(unfinished)
+        calls = [request for request in unfinished if request.place.call is not None]
+        others = [request for request in unfinished if request.place.call is None]
+        return self.conversations.pause(others) + self.harnesses.pause(calls)
 
     async def wait(self, seconds: float) -> None:
         """Wait until an environment has answered, or has called, for ``seconds`` at most.

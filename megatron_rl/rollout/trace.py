@@ -90,6 +90,11 @@ class Trace:
         """Add what the model wrote in turn ``number``."""
         self._turns[number].completion = completion
 
+    @property
+    def answers(self) -> dict[int, Completion]:
+        """What the model wrote, by number of the turn."""
+        return {number: turn.completion for number, turn in self._turns.items() if turn.completion is not None}
+
     def depth(self, number: int) -> int:
         """Return the number of the model's turns before this one."""
         return self._turns[number].depth

@@ -274,8 +274,10 @@ def _collector(
         parts["dynamic"] = DynamicSampling(filter_of(config), algorithm.rl_max_refills)
     if algorithm.rl_partial_rollouts:
         finishes = algorithm.rl_stale_samples == "finish"
-        replies = any(spec.max_turns > 1 for spec in base.environments.served if not spec.evaluation_only)
-        rollouts = PartialRollouts(algorithm.rl_oversampling, int(algorithm.rl_generation_lag), finishes, replies)
+        trained = [spec for spec in base.environments.served if not spec.evaluation_only]
+        replies = any(spec.max_turns > 1 or spec.is_harness for spec in trained)
+        lag, by_clock = int(algorithm.rl_generation_lag), base.environments.harnesses
+        rollouts = PartialRollouts(algorithm.rl_oversampling, lag, finishes, replies, by_clock)
         return PartialCollector(**parts, partial=rollouts, unfinished=unfinished)
     if algorithm.rl_dynamic_sampling:
         max_staleness = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,12 @@ class OneTokenAStep(QueuedEngine):
         reason = "stop" if count + 1 == wanted else None
         return Completion(ids, (*sample.inference_logprobs, -1.0 - count), reason,
                           self.version, older=older)  # fmt: skip
+
+    def cancel(self, calls: Collection[int]) -> None:
+        self._waiting = [request for request in self._waiting if request.place.call not in calls]
+
+    def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
+        return []
 
     def interrupt(self) -> list[Request]:
         left = [replace(request, so_far=tuple(self._drawn[id(request)])) for request in reversed(self._waiting)]

@@ -141,16 +141,11 @@ def _unsuited(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
     longest = config.rollout.rl_max_new_tokens
     for item in trained:
         copies = config.stages.count > 1 or (config.parallel.expert_model_parallel_size or 1) > 1
-        if config.algorithm.rl_partial_rollouts and item.is_harness:
+        if config.algorithm.rl_partial_rollouts and (item.is_harness or item.max_turns > 1) and copies:
+            what = "calls of a harness" if item.is_harness else f"conversations of up to {item.max_turns} turns"
             yield (
-                f"{item.name}: a harness cannot be interrupted by --rl-partial-rollouts, its program would have to "
-                "wait for the next step; leave one of them out"
-            )
-        elif config.algorithm.rl_partial_rollouts and item.max_turns > 1 and copies:
-            yield (
-                f"{item.name}: its conversations of up to {item.max_turns} turns cannot be interrupted by "
-                "--rl-partial-rollouts over pipeline stages or expert-parallel ranks, of which none may wait for an "
-                "environment alone; leave one of them out"
+                f"{item.name}: its {what} cannot be interrupted by --rl-partial-rollouts over pipeline stages or "
+                "expert-parallel ranks, of which none may wait for an environment alone; leave one of them out"
             )
         buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
         if longest and longest <= free_tokens:

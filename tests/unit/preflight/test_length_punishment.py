@@ -60,7 +60,8 @@ def test_conversations_that_cannot_wait_for_the_next_step(tmp_path, flags, refus
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ({"rl_partial_rollouts": True}, "a harness cannot be interrupted by --rl-partial-rollouts"),
+        ({"rl_partial_rollouts": True, "pipeline_model_parallel_size": 2}, "its calls of a harness"),
+        ({"rl_partial_rollouts": True}, None),
         ({"rl_inference_engine": "mcore"}, "a harness needs --rl-inference-engine rollout"),
         ({}, None),
     ],
@@ -68,7 +69,7 @@ def test_conversations_that_cannot_wait_for_the_next_step(tmp_path, flags, refus
 def test_harnesses_where_they_cannot_run(tmp_path, flags, wanted):
     path = tmp_path / "list.yaml"
     path.write_text("- {environment: 'tests.support.e2e_environments:TalksByHarness'}\n")
-    problems = environment_problems(tiny_config(langrl_env_config=path, **flags), tokenizer=None)
+    problems = environment_problems(tiny_config(world_size=2, langrl_env_config=path, **flags), tokenizer=None)
     assert [wanted in problem.text for problem in problems] == [True] * (wanted is not None)
 
 

@@ -51,7 +51,7 @@ class InThisOrder:
             request = self.waiting.pop(0)
             completions = request.so_far or (Completion((5, 0), (-1.0, -1.0), "stop", version),) * 2
             for taken, _ in goal.take([(request, completions)], self):
-                rewards = [talk.grade.reward for talk in taken.talks] or self._grade(taken.source.task.id)
+                rewards = [talk.ended.grade.reward for talk in taken.talks] or self._grade(taken.source.task.id)
                 finished[taken.index] = self._group(taken, completions, rewards)
         return RolloutResult(finished, EngineStatistics(), 1.0, 0.5)
 
@@ -158,7 +158,7 @@ def test_no_clock_decides_and_every_prompt_is_accounted_for(runs, turns: int) ->
             assert 0 <= version - oldest <= LAG
         drawn += found.started
         refills += found.rounds - 1
-        with_grades = sum(all(t["grade"] for t in r.get("talks", [{"grade": None}])) for r in found.unfinished)
+        with_grades = sum(all(t["ended"] for t in r.get("talks", [{"ended": None}])) for r in found.unfinished)
         put_back += with_grades
         if turns == 1:
             assert at_once.judged == len(trained + equal) + with_grades, "a group was graded twice"

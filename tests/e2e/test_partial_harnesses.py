@@ -1,0 +1,50 @@
+"""Harnesses whose samples go on in the next step, with real programs and the real engine, alone and on two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.support.runs import rows_of, run_many
+
+pytestmark = pytest.mark.long
+
+STEPS = 4
+FLAGS: dict[str, Any] = {
+    "train_iters": STEPS, "rl_partial_rollouts": True, "rl_oversampling": 8, "rl_generation_lag": 2,
+    "rl_max_new_tokens": 12, "rl_log_rollouts": 100, "rl_keep_zero_variance_groups": True, "save_interval": 2,
+    "seq_length": 96,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(workshop) -> None:
+    talks = workshop.environments("talks", [{"environment": "tests.support.e2e_environments:TalksByHarness"}])
+
+    def start(commands: list[list[str]], ranks: int) -> None:
+        for outcome in run_many([[part for text in argv for part in text.split()] for argv in commands], ranks):
+            outcome.check()
+
+    flags = FLAGS | {"langrl_env_config": talks}
+    start([workshop.rl("whole", **flags), workshop.rl("halved", **flags, exit_interval=2)], 1)
+    start([workshop.rl("halved", **flags, resume=True)], 1)
+    start([workshop.rl("tensor", **flags, tensor_model_parallel_size=2), workshop.rl("two", **flags)], 2)
+
+
+@pytest.mark.parametrize("name", ["whole", "halved", "tensor", "two"])
+def test_samples_wait_and_each_is_trained_on_once(workshop, runs, name: str) -> None:
+    paths = sorted((workshop.run_dir(name) / "rollouts").glob("step_*.jsonl"))
+    found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    rows = rows_of(workshop.run_dir(name))
+    assert Counter(record["step"] for record in found) == dict.fromkeys(range(1, STEPS + 1), 16)
+    assert set(Counter(record["task_id"] for record in found).values()) == {4}
+    assert all(record["reward"] is not None for record in found)
+    assert {row["training/groups_put_aside"] for row in rows} == {4}
+    assert {row["training/groups_by_clock"] for row in rows} == {4}
+    assert any(record["older"] and record["environment_spans"] for record in found)
+    assert max(row["rollout/token_lag_max"] for row in rows) in (1, 2)
+    # Tokens of the newest weights have the trainer's log-probs, behind answers that were given again, too.
+    assert max(row.get("training/rollout_logprob_gap_max", 0.0) for row in rows) < 1e-5
