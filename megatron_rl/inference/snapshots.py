@@ -63,26 +63,34 @@ class Snapshots(AnyPosition):
 
     def clear(self) -> None:
         self._free = [*self._rows]
-        self._held: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        """Tokens -> row; the first to go stands first."""
+        self._held: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        """Row -> tokens; the first to go stands first. Not by tokens: each look at one would hash all of them."""
 
     def lengths(self, token_ids: tuple[int, ...], most: int) -> Iterator[int]:
-        for known in sorted(self._held, key=len, reverse=True):
-            if len(known) <= most and known == token_ids[: len(known)]:
-                yield len(known)
+        found = (len(self._held[row]) for row in self._fitting(token_ids))
+        yield from sorted((length for length in found if length <= most), reverse=True)
 
     def load(self, token_ids: tuple[int, ...], row: int) -> StateCopies:
-        self._held.move_to_end(token_ids)
-        return ((self._held[token_ids], row),)
+        (source,) = (found for found in self._fitting(token_ids) if self._held[found] == token_ids)
+        self._held.move_to_end(source)
+        return ((source, row),)
 
     def save(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
         goes_on = sequence.request.hints.goes_on
         if is_turn and not (goes_on and self._at_turns):
             return ()
-        if token_ids not in self._held:
-            for shorter in self.lengths(token_ids, len(token_ids)):
-                self._held.move_to_end(token_ids[:shorter], last=False)
-                break
-            self._held[token_ids] = self._free.pop() if self._free else self._held.popitem(last=False)[1]
-        self._held.move_to_end(token_ids, last=goes_on)
-        return ((sequence.row, self._held[token_ids]),)
+        row = max(self._fitting(token_ids), key=lambda found: len(self._held[found]), default=None)
+        if row is None or self._held[row] != token_ids:
+            if row is not None and goes_on:
+                self._held.move_to_end(row, last=False)
+            row = self._free.pop() if self._free else self._held.popitem(last=False)[0]
+            self._held[row] = token_ids
+        self._held.move_to_end(row, last=goes_on)
+        return ((sequence.row, row),)
+
+    def _fitting(self, token_ids: tuple[int, ...]) -> Iterator[int]:
+        """Yield the rows with the states after some beginning of ``token_ids``."""
+        for row, known in self._held.items():
+            length = len(known)  # the cheap test first: at most places another token stands
+            if length <= len(token_ids) and known[-1] == token_ids[length - 1] and known == token_ids[:length]:
+                yield row
