@@ -6,6 +6,7 @@ together. Where a fresh process matters (a resume), call it twice.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -19,8 +20,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.forks import Fork
@@ -37,6 +40,7 @@ RL: dict[str, Any] = {
     "perform-rl-step": True, "grpo-group-size": 4, "grpo-prompts-per-step": 4, "rl-max-new-tokens": 16,
     "micro-batch-size": 2,
 }  # fmt: skip
+LIST, KEPT_SERVERS = "--langrl-env-config", 3
 SUPERVISED: dict[str, Any] = {"global-batch-size": 8, "micro-batch-size": 2}
 
 
@@ -73,7 +77,7 @@ def run_many(
     """
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
-        job.write_text(json.dumps([list(argv) for argv in commands]))
+        job.write_text(json.dumps({"commands": [list(argv) for argv in commands], "shared": _shared(commands)}))
         argv = ["-m", "tests.support.runs", str(job)]
         started = []
         for rank in range(ranks):
@@ -137,19 +141,72 @@ def _written(folder: str) -> str:
     return "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(Path(folder).glob("*.log")))
 
 
+_SERVERS: dict[tuple[str, frozenset[tuple[str, str]]], Any] = {}
+"""By list and environment variables, the one that was used last at the end."""
+
+
+def _shared(commands: Sequence[Sequence[str]]) -> dict[str, str]:
+    """By its text, where a list of environments that the commands name is served, to all runs of this process.
+
+    A list with paths is served by each run's process alone, as is one with options of the server.
+    """
+    from megatron_rl.environments.process import EnvironmentServerProcess
+    from megatron_rl.errors import EnvironmentFault
+
+    found: dict[str, str] = {}
+    variables = frozenset(item for item in os.environ.items() if not item[0].startswith("PYTEST_"))
+    for listed in {Path(words[1]) for argv in commands for words in pairwise(argv) if words[0] == LIST}:
+        text = listed.read_text() if listed.is_file() else "/"
+        if "/" in text or ".py" in text:
+            continue
+        server = _SERVERS.pop((text, variables), None)
+        if server is None or server.fault is not None:
+            folder = Path(tempfile.mkdtemp(prefix="served_"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            shutil.copyfile(listed, folder / "list.yaml")
+            server = EnvironmentServerProcess(folder / "list.yaml", folder)
+            try:
+                server.__enter__()
+            except EnvironmentFault:  # each run shall say so
+                continue
+            atexit.register(server.__exit__)
+        _SERVERS[text, variables] = server
+        found[text] = str(server.address_file)
+    for key in list(_SERVERS)[: -max(len(found), KEPT_SERVERS)]:
+        _SERVERS.pop(key).__exit__()
+    return found
+
+
 def _main(job: Path) -> None:
     """What each rank's process does."""
     from megatron_rl.run.preflight import inputs
 
+    given = json.loads(job.read_text())["shared"]
     # It costs a Python process: the commands share what was found in a list that they share.
-    inputs.survey_list = functools.cache(inputs.survey_list)
-    with _shared_servers():
+    inputs.survey_list = functools.cache(functools.partial(_survey, inputs.survey_list, given))
+    with _shared_servers(given):
         _run_all(job)
+
+
+def _survey(survey: Any, given: Mapping[str, str], path: str | Path, *seconds: float, demonstrations: bool) -> Any:
+    """What ``survey`` finds, kept beside the list's server if that is shared."""
+    from megatron_rl.environments.loading import Surveyed
+
+    text = Path(path).read_text() if Path(path).is_file() else ""
+    if text not in given:
+        return survey(path, *seconds, demonstrations=demonstrations)
+    kept = Path(given[text]).with_name(f"surveyed.{demonstrations}.json")
+    if not kept.exists():
+        found = survey(path, *seconds, demonstrations=demonstrations)
+        written = kept.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps([asdict(each) for each in found]))
+        written.replace(kept)
+    return [Surveyed.from_json(row) for row in json.loads(kept.read_text())]
 
 
 def _run_all(job: Path) -> None:
     rank = os.environ["RANK"]
-    for index, argv in enumerate(json.loads(job.read_text())):
+    for index, argv in enumerate(json.loads(job.read_text())["commands"]):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -165,26 +222,33 @@ def _run_all(job: Path) -> None:
 
 
 @contextlib.contextmanager
-def _shared_servers() -> Iterator[None]:
+def _shared_servers(given: Mapping[str, str]) -> Iterator[None]:
     """Let commands that name the same list share its server: starting one takes as long as a short run."""
+    from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS
     from megatron_rl.run import environments
 
     start, count, started = environments.EnvironmentServerProcess, environments.EnvironmentCounters, {}
+    usual = {"port": 0, "start_timeout": LOAD_SECONDS, "harness_processes": HARNESS_PROCESSES}
 
     @contextlib.contextmanager
     def shared(config_path: str, directory: Path, **options: Any) -> Iterator[Any]:
         listed = Path(config_path)
-        key = (config_path, listed.read_text() if listed.is_file() else "", *options.items())
-        if key not in started or started[key].fault is not None:
-            started[key] = start(config_path, directory, **options).__enter__()
+        text = listed.read_text() if listed.is_file() else ""
+        key = (config_path, text, *options.items())
+        if text in given and options == usual:
+            server = SimpleNamespace(address_file=Path(given[text]), restarts=0)
+        else:
+            if key not in started or started[key].fault is not None:
+                started[key] = start(config_path, directory, **options).__enter__()
+            server = started[key]
         address = Path(os.path.realpath(directory)) / "environment_server.json"
-        if address == started[key].address_file:
-            yield started[key]
+        if address == server.address_file:
+            yield server
             return
         address.parent.mkdir(parents=True, exist_ok=True)
-        address.symlink_to(started[key].address_file)
+        address.symlink_to(server.address_file)
         try:
-            yield started[key]
+            yield server
         finally:
             address.unlink()
 
