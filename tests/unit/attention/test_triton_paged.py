@@ -75,7 +75,9 @@ class KernelChecks:
 
     @pytest.mark.parametrize(("dtype", "lengths"), [(torch.float32, [1, 300, 17, 1300]), (torch.bfloat16, [90, 3])])
     def test_sinks(self, dtype, lengths):
-        self.check(self.pages(lengths, block_size=64, dtype=dtype, sinks=[-3.0, 0.0, 2.0, 5.0]))
+        """Of the longest row 20 new tokens, over all of its splits; the interpreter takes 15 seconds for 433."""
+        pages = self.pages(lengths, block_size=64, dtype=dtype, sinks=[-3.0, 0.0, 2.0, 5.0])
+        self.check(pages, starts=[max(length * 2 // 3, length - 20) for length in lengths])
 
     @pytest.mark.parametrize(
         ("window", "sinks"), [(1, []), (70, [-3.0, 0.0, 2.0, 5.0]), (256, []), (2000, [-3.0, 0.0, 2.0, 5.0])]
