@@ -7,9 +7,10 @@ sequences may share the tokens that they begin with.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Share(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Share(ABC):
     """W of the T tokens of a packed batch; numbers of a token that runs through the model sit in its *cell*."""
 
-    rank: int
+    rank: int = 0
     local: Tensor
     """[W] int64: the tokens of this rank."""
     query_lengths: tuple[int, ...]
@@ -34,12 +36,12 @@ class Share(Protocol):
     keys: Tensor
     """[sum of ``key_lengths``] int64: where the keys of each span lie in the cells of all ranks."""
 
+    @abstractmethod
     def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Give the numbers [W] of this rank's cells to the tokens [T]; ``group`` is context-parallel."""
-        ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ContextShare(Share):
     """One rank's tokens of a packed batch of T tokens: W = T / C cells on each of C ranks.
 
@@ -53,15 +55,8 @@ class ContextShare(Share):
         spans of rank 0 see keys         (0 1): 0 1     (5): 5     (4): 0 1 2 3 4
     """
 
-    rank: int
-    local: Tensor
     restore: Tensor
     """[T] int64: where each token lies in the cells of all ranks, end to end."""
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    query_borders: Tensor
-    key_borders: Tensor
-    keys: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], rank: int, size: int, device: torch.device | str = "cpu") -> ContextShare:
@@ -113,14 +108,6 @@ class SharedPrompts(Share):
         local      0 1 2 3   6 7 8   9 10
         keys       0 1 2 3   0 1 4 5 6   7 8      cells of the tokens 0 to 10, which is also what the spans see
     """
-
-    local: Tensor
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    query_borders: Tensor
-    key_borders: Tensor
-    keys: Tensor
-    rank: int = 0
 
     @classmethod
     def of(cls, lengths: Sequence[int], skipped: Sequence[int], device: torch.device | str = "cpu") -> SharedPrompts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ class Family:
     examples: tuple[Mapping[str, Any], ...]
     """Entries of ``config.json`` of small models that between them have every feature: the contract test's."""
 
+
+shared_expert_weights = partial(decoder_weights, renamed={"shared_experts": "shared_expert"})
+"""`Family.weights` where a layer's one shared expert is called so."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import SMALL, Family, read_decoder
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.rotation import rotations_by_kind
-from megatron_rl.families.weights import WeightMap, decoder_weights
+from megatron_rl.families.weights import decoder_weights
 
 _BASE, _LOCAL_BASE, _EVERY, _QUERY_WIDTH = 1e6, 1e4, 6, 256
 """transformers' defaults: published files do not name what has its default."""
@@ -39,10 +41,6 @@ def _read(config: HfConfig) -> Architecture:
     )
 
 
-def _weights(model: Architecture) -> WeightMap:
-    return decoder_weights(model, _NAMES)
-
-
 _SMALL = {
     **SMALL, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24,
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
@@ -54,7 +52,7 @@ FAMILY = Family(
     class_name="Gemma3ForCausalLM",
     title="Gemma 3, text only",
     read=_read,
-    weights=_weights,
+    weights=partial(decoder_weights, renamed=_NAMES),
     examples=(
         {
             **_SMALL,

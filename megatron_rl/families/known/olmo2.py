@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import SMALL, Family, read_decoder
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.weights import WeightMap, decoder_weights
+from megatron_rl.families.weights import decoder_weights
 
 _NAMES = {
     "self_attention.post_layernorm": "post_attention_layernorm",
@@ -23,9 +24,7 @@ def read_olmo(config: HfConfig, **settings: Any) -> Architecture:
     )
 
 
-def olmo_weights(model: Architecture) -> WeightMap:
-    """Return OLMo's names."""
-    return decoder_weights(model, _NAMES)
+olmo_weights = partial(decoder_weights, renamed=_NAMES)
 
 
 FAMILY = Family(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.family import SMALL, Family, read_qwen, read_softmax_experts
+from megatron_rl.families.family import SMALL, Family, read_qwen, read_softmax_experts, shared_expert_weights
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.weights import WeightMap, decoder_weights
 
 
 def _read(config: HfConfig) -> Architecture:
@@ -19,10 +18,6 @@ def _read(config: HfConfig) -> Architecture:
     )
 
 
-def _weights(model: Architecture) -> WeightMap:
-    return decoder_weights(model, {"shared_experts": "shared_expert"})
-
-
 _SMALL = {
     **SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
@@ -33,7 +28,7 @@ FAMILY = Family(
     class_name="Qwen2MoeForCausalLM",
     title="Qwen1.5 and Qwen2 with experts",
     read=_read,
-    weights=_weights,
+    weights=shared_expert_weights,
     examples=(
         {**_SMALL, "norm_topk_prob": False},
         {**_SMALL, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True, "tie_word_embeddings": True},

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen
+from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen, shared_expert_weights
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.weights import WeightMap, decoder_weights
 
 
 def _read(config: HfConfig) -> Architecture:
@@ -23,10 +22,6 @@ def _read(config: HfConfig) -> Architecture:
     )
 
 
-def _weights(model: Architecture) -> WeightMap:
-    return decoder_weights(model, {"shared_experts": "shared_expert"})
-
-
 _SMALL = {name: value for name, value in SMALL_DELTA.items() if name != "intermediate_size"} | {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
@@ -37,7 +32,7 @@ FAMILY = Family(
     class_name="Qwen3_5MoeForCausalLM",
     title="Qwen3.5 with experts, text only",
     read=_read,
-    weights=_weights,
+    weights=shared_expert_weights,
     passed_through=("mtp.",),
     examples=(_SMALL,),
 )

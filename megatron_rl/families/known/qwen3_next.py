@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen, read_softmax_experts
+from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen, read_softmax_experts, shared_expert_weights
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.weights import WeightMap, decoder_weights
 
 
 def _read(config: HfConfig) -> Architecture:
@@ -19,10 +18,6 @@ def _read(config: HfConfig) -> Architecture:
     )
 
 
-def _weights(model: Architecture) -> WeightMap:
-    return decoder_weights(model, {"shared_experts": "shared_expert"})
-
-
 _SMALL = {
     **SMALL_DELTA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
@@ -33,7 +28,7 @@ FAMILY = Family(
     class_name="Qwen3NextForCausalLM",
     title="Qwen3-Next",
     read=_read,
-    weights=_weights,
+    weights=shared_expert_weights,
     passed_through=("mtp.",),
     examples=(
         {**_SMALL, "norm_topk_prob": True},
