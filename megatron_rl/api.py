@@ -82,9 +82,7 @@ def train(flags: Flags, nproc: int = 1, callbacks: Sequence[Callback] = ()) -> S
     values = read_json_object(directory.summary)
     if not values:
         raise MegatronRLError(f"the run in {directory.path} was stopped before it began")
-    return Summary(
-        directory.path, values["status"], values["steps"], values["updates"], values.get("eval", {}), values
-    )
+    return Summary(directory.path, values["status"], values["steps"], values["updates"], values.get("eval", {}), values)
 
 
 def steps(flags: Flags = (), *, callbacks: Sequence[Callback] = (), **more: Any) -> Iterator[Step]:

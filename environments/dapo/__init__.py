@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.environments.data import (
-    DatasetEnvironment,
-    Problem,
-    Source,
-    chosen,
-    letters_and_digits,
-    read_rows,
-)
+from megatron_rl.environments.data import DatasetEnvironment, Problem, Source, chosen, letters_and_digits, read_rows
 from megatron_rl.environments.data.layouts import MATH, SLIME, VERL, Layout
 
 EXCLUDABLE = (Layout("problem"), *MATH)
@@ -34,9 +27,7 @@ class DAPO(DatasetEnvironment):
     reward_range = (-1.0, 1.0)
     source = Source("BytedTsinghua-SIA/DAPO-Math-17k", "train", (VERL, SLIME))
 
-    def __init__(
-        self, *, grader: str = "dapo", held_out: int = 256, exclude_path: str = "", **options: object
-    ) -> None:
+    def __init__(self, *, grader: str = "dapo", held_out: int = 256, exclude_path: str = "", **options: object) -> None:
         super().__init__(**options)
         chosen("grader", grader, ("dapo", "math", "deepscaler"))
         if held_out < 0 or held_out == 1:

@@ -83,9 +83,7 @@ def _with_whole_rows(logits: torch.Tensor) -> torch.Tensor:
 # 16, they come in vectors. Vectors [T] begin anywhere where a batch is worked through in parts.
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["targets", "owned", "statistics"]
-)
+@triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["targets", "owned", "statistics"])
 def statistics_kernel(
     logits, targets, owned, statistics, rows, columns, held, stride, temperature, scale,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,

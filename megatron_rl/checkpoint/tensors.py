@@ -67,9 +67,7 @@ def save_tensors(
     use_result_queue(ResultQueue)
     state = _states((policy, optimization), critic, loading=False)
     with _quiet():
-        return dist_checkpointing.save(
-            state, str(directory), async_sharded_save=in_background, **asynchronous_writer()
-        )
+        return dist_checkpointing.save(state, str(directory), async_sharded_save=in_background, **asynchronous_writer())
 
 
 def load(
@@ -209,9 +207,7 @@ def weights_fingerprint(
 # -- files of ranks, which earlier versions wrote ----------------------------------------------------
 
 
-def load_rank_files(
-    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization
-) -> None:
+def load_rank_files(directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization) -> None:
     """Load weights and the optimizer's state of the same topology from Megatron's format torch, in place; collective.
 
     ``optimizer`` has what is no tensor, ``optimizer_state`` the tensors by their names in the whole model.

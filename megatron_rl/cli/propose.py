@@ -130,9 +130,7 @@ def _config(asked: Question, rest: Sequence[str]) -> RLConfig:
     return reading.config
 
 
-def proposals(
-    config: RLConfig, asked: Question, quantizations: Sequence[str] = ("fp8", "none")
-) -> Iterator[Proposal]:
+def proposals(config: RLConfig, asked: Question, quantizations: Sequence[str] = ("fp8", "none")) -> Iterator[Proposal]:
     """Yield layouts of `asked.gpus` ranks that the rules allow and the memory holds.
 
     Of those that differ in recomputation and context parallelism alone: the first that fits, the simplest first.

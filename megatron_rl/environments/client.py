@@ -70,9 +70,7 @@ class EnvironmentClient:
     """Talks to the server whose address is in ``address_file``; the file is read anew for every attempt,
     so a server that was restarted elsewhere is found."""
 
-    def __init__(
-        self, address_file: str | Path, *, timeout: float = 60.0, list_timeout: float = LOAD_SECONDS
-    ) -> None:
+    def __init__(self, address_file: str | Path, *, timeout: float = 60.0, list_timeout: float = LOAD_SECONDS) -> None:
         """``timeout`` bounds one grade request from its sending to its answer, ``list_timeout`` the server's reading
         of a data set."""
         self._address_file = Path(address_file)

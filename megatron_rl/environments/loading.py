@@ -137,9 +137,7 @@ def survey_list(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations:
     return [Surveyed.from_json(row) for row in answer.result]
 
 
-def survey(
-    report: Report, path: str, skip: Collection[str] = (), demonstrations: bool = False
-) -> list[dict[str, Any]]:
+def survey(report: Report, path: str, skip: Collection[str] = (), demonstrations: bool = False) -> list[dict[str, Any]]:
     """Collect what a run's checks ask about each environment of a list; ``demonstrations`` includes theirs."""
 
     def begin(where: str, name: str, doing: str) -> None:

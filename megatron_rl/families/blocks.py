@@ -24,9 +24,7 @@ def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterat
     if model.softmax_type == "learnable":
         yield Parameter(f"decoder.{name}.core_attention.softmax_offset", (heads,), "rows", ranks)
     yield Linear(f"{name}.linear_proj", "row", hidden, heads * width, ranks, bias)
-    yield Linear(
-        f"{name}.linear_qkv", "column", outputs, hidden, ranks, bias or model.add_qkv_bias, stripes=stripes
-    )
+    yield Linear(f"{name}.linear_qkv", "column", outputs, hidden, ranks, bias or model.add_qkv_bias, stripes=stripes)
     if model.qk_layernorm:
         of_query, of_key = (heads, groups) if model.qk_layernorm_across_heads else (1, 1)
         yield from norm(f"decoder.{name}.q_layernorm", of_query * width, model)

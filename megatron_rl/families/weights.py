@@ -134,9 +134,7 @@ def decoder_weights(model: Architecture, renamed: Mapping[str, str] = MappingPro
     def in_theirs(name: str) -> str:
         return pattern.sub(lambda found: names[found[0]], name)
 
-    return WeightMap({
-        parameter.name: _entry(parameter, in_theirs) for parameter in ModelLayout.of(model).parameters
-    })
+    return WeightMap({parameter.name: _entry(parameter, in_theirs) for parameter in ModelLayout.of(model).parameters})
 
 
 def _entry(parameter: Parameter, in_theirs: Callable[[str], str]) -> Entry:

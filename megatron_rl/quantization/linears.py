@@ -22,13 +22,7 @@ import torch.distributed as dist
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.device import release, storages_of, take_back
-from megatron_rl.quantization.copies import (
-    LinearKind,
-    QuantizedLinear,
-    QuantizedMatrix,
-    QuantizedStack,
-    StackedLinear,
-)
+from megatron_rl.quantization.copies import LinearKind, QuantizedLinear, QuantizedMatrix, QuantizedStack, StackedLinear
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.shapes import skipped

@@ -94,9 +94,7 @@ class EnvironmentAccess:
 
 
 @contextlib.contextmanager
-def open_environments(
-    config: RLConfig, groups: ParallelGroups, directory: RunDirectory
-) -> Iterator[EnvironmentAccess]:
+def open_environments(config: RLConfig, groups: ParallelGroups, directory: RunDirectory) -> Iterator[EnvironmentAccess]:
     """Run the server of this node, started by its first rank and stopped at the end; collective."""
     settings = config.environment
     folder = directory.logs / f"environments_{socket.gethostname()}"

@@ -112,9 +112,7 @@ class RLRun(TrainingRun):
             report = self.parity.check(updates, rewards)
             return None if self.parity.act_on(report) else self.parity.logged(step, report)
 
-    def step_metrics(
-        self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome
-    ) -> dict[str, float]:
+    def step_metrics(self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome) -> dict[str, float]:
         """Collect the metrics of a finished step; its rollouts count from now on. Collective."""
         replicas, signal = self.groups.rollout_group, rewards.informative_tasks[list(rollouts.numbers)].tolist()
         return {

@@ -184,9 +184,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], TrainOutcome | None]) 
             best = held_out is not None and run.is_best(held_out)
         result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)
         run.reporter.step(progress.step, result.metrics, run.policy)
-        leaves_early = progress.step < run.config.total_steps and any_rank(
-            run.must_leave(time.monotonic() - started)
-        )
+        leaves_early = progress.step < run.config.total_steps and any_rank(run.must_leave(time.monotonic() - started))
         run.checkpoints.poll()
         if run.is_due(run.config.checkpoint.save_interval) or leaves_early or best:
             with run.timer.phase("save"):

@@ -18,15 +18,7 @@ from megatron_rl.algorithms.context import ContextShare, SharedPrompts
 from megatron_rl.families.architecture import ONE_STAGE, Stages
 from megatron_rl.platform.collectives import gather_vectors, max_over
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.trainer.packing import (
-    balance,
-    collate,
-    pack,
-    prompt_of,
-    prompt_pieces,
-    skipped_tokens,
-    without_loss,
-)
+from megatron_rl.trainer.packing import balance, collate, pack, prompt_of, prompt_pieces, skipped_tokens, without_loss
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +44,7 @@ class BatchBuilder:
     warned: bool = False
     """That updates are small: once in a launch, because every step's metrics have it."""
 
-    def updates(
-        self, samples: Sequence[Sample], batch_size: int, seed: int
-    ) -> list[list[TokenBatch]]:
+    def updates(self, samples: Sequence[Sample], batch_size: int, seed: int) -> list[list[TokenBatch]]:
         """Return micro-batches of each optimizer update of one pass over a step's samples; collective.
 
         As few updates as hold all samples of the job with at most ``batch_size`` each, equal to one sample: 100 samples

@@ -7,11 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -200,9 +196,7 @@ def _wrap(policy: PolicyModel, config: RLConfig) -> list[DistributedDataParallel
     ]
 
 
-def _build_optimizer(
-    wrapped: list[DistributedDataParallel], config: RLConfig, dtype: torch.dtype
-) -> MegatronOptimizer:
+def _build_optimizer(wrapped: list[DistributedDataParallel], config: RLConfig, dtype: torch.dtype) -> MegatronOptimizer:
     settings = OptimizerConfig(
         **vars(config.optimizer),
         min_lr=config.schedule.min_lr,  # must not be None: megatron compares with it

@@ -166,9 +166,7 @@ def report(module: str, arguments: argparse.Namespace, headers: Sequence[str], r
     write_record(arguments.json, {**found, "settings": settings, **provenance(module)})
 
 
-def report_rounds(
-    module: str, unit: str, arguments: argparse.Namespace, rounds: Sequence[Round], **found: Any
-) -> None:
+def report_rounds(module: str, unit: str, arguments: argparse.Namespace, rounds: Sequence[Round], **found: Any) -> None:
     """A line a contender: its median, the extremes, and how often the first one's figure is as large."""
     summary, first = summarise(rounds), next(iter(rounds[0]))
     rows = [

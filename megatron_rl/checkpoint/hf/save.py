@@ -19,14 +19,7 @@ from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.stored import embedding_rows, misfits, open_weights, part_of_stored
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter, read_model
-from megatron_rl.tensor_files import (
-    TensorEntry,
-    TensorReader,
-    TensorWriter,
-    plan_files,
-    write_index,
-    write_json,
-)
+from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, write_index, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -166,9 +166,7 @@ class Row:
         return tuple(messages)
 
 
-def read_rows(
-    source: Source, parse: Callable[[Row], T], bad: Callable[[str], None] | None = None
-) -> Iterator[T]:
+def read_rows(source: Source, parse: Callable[[Row], T], bad: Callable[[str], None] | None = None) -> Iterator[T]:
     """Yield ``parse`` of every row; those for which it raises ``RowError`` are left out.
 
     ``bad`` gets a line for each of them; without it they are one ``ConfigError`` at the end.

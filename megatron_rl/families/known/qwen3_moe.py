@@ -8,11 +8,7 @@ from megatron_rl.families.hf_config import HfConfig
 
 
 def _read(config: HfConfig) -> Architecture:
-    return read_qwen(
-        config,
-        qk_layernorm=True,
-        **read_softmax_experts(config),
-    )
+    return read_qwen(config, qk_layernorm=True, **read_softmax_experts(config))
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

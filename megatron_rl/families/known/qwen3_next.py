@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.family import SMALL_DELTA, Family, read_gated_delta, read_qwen, read_softmax_experts, shared_expert_weights
+from megatron_rl.families.family import (
+    SMALL_DELTA,
+    Family,
+    read_gated_delta,
+    read_qwen,
+    read_softmax_experts,
+    shared_expert_weights,
+)
 from megatron_rl.families.hf_config import HfConfig
 
 

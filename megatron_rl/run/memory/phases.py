@@ -31,12 +31,7 @@ from megatron_rl.errors import MemoryExhausted
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, max_over
-from megatron_rl.platform.device import (
-    DeviceMemory,
-    OutOfMemoryOnAllRanks,
-    is_out_of_memory,
-    reason_of,
-)
+from megatron_rl.platform.device import DeviceMemory, OutOfMemoryOnAllRanks, is_out_of_memory, reason_of
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.memory.cache import CacheResidency, plan_cache

@@ -42,9 +42,7 @@ class Llama(SearchingParser):
             '{"name": "get_current_conditions", "parameters": {"location": "San Francisco, CA", "unit": "Fahrenheit"}}',
             (("get_current_conditions", {"location": "San Francisco, CA", "unit": "Fahrenheit"}),),
         ),
-        Example(
-            '<function=spotify_trending_songs>{"n": "5"}</function>', (("spotify_trending_songs", {"n": "5"}),)
-        ),
+        Example('<function=spotify_trending_songs>{"n": "5"}</function>', (("spotify_trending_songs", {"n": "5"}),)),
         Example(
             '<|python_tag|>{"type": "function", "name": "a", "parameters": {}}; {"name": "b", "parameters": {"c": 1}}',
             (("a", {}), ("b", {"c": 1})),
