@@ -77,7 +77,7 @@ def run_many(
     """
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
-        job.write_text(json.dumps({"commands": [list(argv) for argv in commands], "shared": _shared(commands)}))
+        job.write_text(json.dumps({"commands": [list(argv) for argv in commands], "shared": served_lists(commands)}))
         argv = ["-m", "tests.support.runs", str(job)]
         started = []
         for rank in range(ranks):
@@ -145,7 +145,7 @@ _SERVERS: dict[tuple[str, frozenset[tuple[str, str]]], Any] = {}
 """By list and environment variables, the one that was used last at the end."""
 
 
-def _shared(commands: Sequence[Sequence[str]]) -> dict[str, str]:
+def served_lists(commands: Sequence[Sequence[str]]) -> dict[str, str]:
     """By its text, where a list of environments that the commands name is served, to all runs of this process.
 
     A list with paths is served by each run's process alone, as is one with options of the server.
