@@ -199,7 +199,8 @@ class GroupEnvironment(Environment):
             counts = Counter(each.text for each in transcripts)
             return [1.0 / counts[each.text] for each in transcripts]
 
-    ``grade_deadline`` is then of a whole group.
+    ``grade_deadline`` is then of a whole group. A ``HarnessEnvironment`` may be one, too: it is given all
+    that was said in each sample, and its rewards are added to those of ``run``, of each agent if there are several.
     """
 
     @abstractmethod
@@ -217,8 +218,8 @@ class GroupEnvironment(Environment):
     def from_options(cls, given: Mapping[str, Any]) -> Self:
         """See ``Environment.from_options``; a ``ConfigError`` too for what is not graded by group."""
         made = super().from_options(given)
-        if made.max_turns != 1 or cls.step is not Environment.step or isinstance(made, HarnessEnvironment):
-            why = "whose answers have one turn and are graded together; leave out run, step and max_turns"
+        if made.max_turns != 1 or cls.step is not Environment.step:
+            why = "whose answers have one turn and are graded together; leave out step and max_turns"
             raise ConfigError([f"{cls.name} is a GroupEnvironment, {why}"])
         return made
 

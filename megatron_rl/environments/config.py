@@ -247,7 +247,9 @@ def _unfit_keys(entry: Mapping[str, Any], environment: type[Environment]) -> Ite
         why = "models are measured by it"
         yield f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true"
     if issubclass(environment, HarnessEnvironment):
+        compares = issubclass(environment, GroupEnvironment)
         foreign, why = ("in_process", "grade_deadline", "max_turns"), "is of graders, and it is a harness"
+        foreign = tuple(key for key in foreign if key != "grade_deadline" or not compares)
     else:
         foreign, why = ("run_deadline",), "is of harnesses, and it is none"
     for key in foreign:

@@ -12,6 +12,7 @@ cancel the same requests between the same two engine steps.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -25,11 +26,11 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.collectives import broadcast_json
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout import agents
-from megatron_rl.rollout.conversations import from_row, to_row
+from megatron_rl.rollout.conversations import GroupGradeFunction, from_row, to_row
 from megatron_rl.rollout.journal import FinishedGroups
 from megatron_rl.rollout.past_calls import PastCalls
 from megatron_rl.rollout.trace import Trace
-from megatron_rl.types import Completion, Grade, HarnessRun, Place, Request, Rollout, Talk
+from megatron_rl.types import Completion, Grade, HarnessRun, Place, Request, Rollout, Talk, Transcript
 
 RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
 """(environment, samples of a group) -> one grade each; never raises for a bad sample. Cancelled, it ends them."""
@@ -46,6 +47,8 @@ class HarnessSettings:
     """Of the leader of a model copy; it listens."""
     masks_edits: bool = False
     """A sample whose harness edited the history is left out, instead of trained on as several sequences."""
+    by_group: Mapping[str, GroupGradeFunction] = field(default_factory=dict)
+    """Graders of those environments that compare the samples of a group."""
 
 
 @dataclass
@@ -161,7 +164,23 @@ class Harnesses:
             samples = [sample for sample in samples if ends[sample].grade.code == "server_unreachable"]
             if not samples:
                 break
-        return [ends[sample] for sample in numbers]
+        ended = [ends[sample] for sample in numbers]
+        compare = self._settings.by_group.get(request.source.environment)
+        return ended if compare is None else await self._compared(request, ended, compare)
+
+    async def _compared(self, request: Request, ends: Sequence[_End], compare: GroupGradeFunction) -> list[_End]:
+        """Return the ends with the rewards of a comparison added; a sample that has failed has no part in it."""
+        compared = [end for end in ends if not end.grade.failed]
+        grades = await compare(request.source.task, list(map(self._said, compared))) if compared else []
+        found = dict(zip((end.sample for end in compared), grades, strict=True))
+        return [_with_reward(end, found[end.sample]) if end.sample in found else end for end in ends]
+
+    def _said(self, end: _End) -> Transcript:
+        """Return all that was said in a sample, its longest sequence first."""
+        trace, calls = self._open[end.index, end.sample].trace, itertools.chain(*end.calls.values())
+        said = [sequence.completion for sequence in trace.sequences(set(calls))]
+        text = "\n\n".join(self._finished.text_of(completion) for completion in said)
+        return Transcript(text, said[0].finish_reason, sum(completion.num_written for completion in said))
 
     async def _attempt(self, request: Request, samples: Sequence[int]) -> list[_End]:
         endpoint, source = self._settings.endpoint, request.source
@@ -281,6 +300,17 @@ class Harnesses:
         names = names if any(names) else ()
         rollout = Rollout(first.completion, "", end.grade, first.prompt_ids, tuple(branches), names)
         self._finished.keep(sample.request, end.sample, rollout)
+
+
+def _with_reward(end: _End, compared: Grade) -> _End:
+    """Return the end with the reward of a comparison, which every agent gets."""
+    if compared.failed:
+        return end._replace(grade=compared)
+    grade, more = end.grade, compared.reward
+    by_agent = {agent: reward + more for agent, reward in grade.agent_rewards.items()}
+    metrics = {**grade.metrics, **compared.metrics, "run_reward": grade.reward}
+    total = replace(grade, reward=grade.reward + more, agent_rewards=by_agent, metrics=metrics)
+    return end._replace(grade=total, at_end={agent: reward + more for agent, reward in end.at_end.items()})
 
 
 def _ended(index: int, sample: int, grade: Grade, end: SessionEnd) -> _End:

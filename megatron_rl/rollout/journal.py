@@ -160,7 +160,7 @@ class FinishedGroups:
     def keep(self, request: Request, sample: int, rollout: Rollout, is_new: bool = True) -> None:
         """Add a complete sample, perhaps the last of its group; ``is_new``: it is not in the journal as it is."""
         group = self._rollouts.setdefault(request.index, {})
-        group[sample] = replace(rollout, text=self._tokenizer.decode(rollout.completion.token_ids))
+        group[sample] = replace(rollout, text=self.text_of(rollout.completion))
         if len(group) < request.num_samples:
             return
         rollouts = tuple(group[number] for number in range(request.num_samples))
@@ -168,6 +168,9 @@ class FinishedGroups:
         if is_new:
             self.journal.add(request.index, self.groups[request.index])
 
+    def text_of(self, completion: Completion) -> str:
+        """Return its text, with the words that were read between turns."""
+        return self._tokenizer.decode(completion.token_ids)
 
     def give_back(self, index: int) -> dict[int, Rollout]:
         """Return the complete samples of a group, by their numbers, and forget them."""

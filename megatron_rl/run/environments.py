@@ -18,7 +18,7 @@ from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.conversations import ConversationSettings
+from megatron_rl.rollout.conversations import ConversationSettings, GroupGradeFunction
 from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Demonstration, SourcedTask
@@ -59,12 +59,16 @@ class EnvironmentAccess:
     def conversations(self, max_sequence_length: int) -> ConversationSettings:
         """Return how many turns the model has in each environment, and which ones grade groups."""
         max_turns = {spec.name: spec.max_turns for spec in self.served}
-        by_group = {
+        return ConversationSettings(max_turns, max_sequence_length, self.by_group)
+
+    @property
+    def by_group(self) -> dict[str, GroupGradeFunction]:
+        """Graders of the environments that grade groups, by name."""
+        return {
             spec.name: partial(self.client.grade_group, spec.name, spec.group_seconds)
             for spec in self.served
             if spec.group_seconds is not None
         }
-        return ConversationSettings(max_turns, max_sequence_length, by_group)
 
     def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
         """Return the first ``count`` held-out tasks of each environment whose prompts fit, or as many as it says.

@@ -141,7 +141,7 @@ def serve_harnesses(run: Run) -> HarnessSettings | None:
         run.closing.callback(endpoint.close)
         logger.info("harnesses (%s) call the model at %s", ", ".join(sorted(environments)), endpoint.base_url())
     masks = config.environment.rl_edited_history == "mask"
-    return HarnessSettings(environments, run.environments.client.run, endpoint, masks)
+    return HarnessSettings(environments, run.environments.client.run, endpoint, masks, run.environments.by_group)
 
 
 def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence[SourcedTask]) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Harnesses whose samples go on in the next step, with real programs and the real engine, alone and on two ranks."""
+"""Harnesses whose samples go on in the next step, with real programs and the real engine; and samples compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import rows_of, run_many
+from tests.support.runs import rows_of, run, run_many
 
 pytestmark = pytest.mark.long
 
@@ -48,3 +48,20 @@ def test_samples_wait_and_each_is_trained_on_once(workshop, runs, name: str) -> 
     assert max(row["rollout/token_lag_max"] for row in rows) in (1, 2)
     # Tokens of the newest weights have the trainer's log-probs, behind answers that were given again, too.
     assert max(row.get("training/rollout_logprob_gap_max", 0.0) for row in rows) < 1e-5
+
+
+def test_samples_of_a_harness_are_compared(workshop) -> None:
+    """By the environment server, beside the reward of each: a sample has that of its last turn and a point a letter."""
+    compared = workshop.environments("compared", [{"environment": "tests.support.e2e_environments:ComparedTalks"}])
+    flags = FLAGS | {"rl_partial_rollouts": None, "rl_oversampling": None, "rl_generation_lag": None, "train_iters": 1}
+    run(workshop.rl("compared", **flags, langrl_env_config=compared)).check()
+    (path,) = (workshop.run_dir("compared") / "rollouts").glob("step_*.jsonl")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        groups.setdefault(record["task_id"], []).append(record)
+    for records in groups.values():
+        more = [record["reward"] - record["metrics"]["run_reward"] for record in records]
+        assert min(more) == pytest.approx(0.0)
+        assert all(each == pytest.approx(round(each)) for each in more)
+    assert any(record["reward"] > 1.5 for records in groups.values() for record in records)

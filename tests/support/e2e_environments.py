@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.environments.base import ConversationEnvironment, Environment, HarnessEnvironment
+from megatron_rl.environments.base import ConversationEnvironment, Environment, GroupEnvironment, HarnessEnvironment
 from megatron_rl.types import Demonstration, Grade, Prompt, Split, Step, Task, Transcript, Turn
 
 if TYPE_CHECKING:
@@ -165,6 +165,18 @@ class TalksByHarness(HarnessEnvironment):
             if sum_ is None or number == Talks.max_turns - 1:
                 return share_of_digits(said)
             prompt += said + sum_
+
+
+class ComparedTalks(TalksByHarness, GroupEnvironment):
+    """Samples of a group are rewarded for being longer than the shortest of them."""
+
+    name = "compared_talks"
+    grade_deadline = 20.0
+
+    def grade_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[float]:
+        """How many characters each has more."""
+        shortest = min(len(each.text) for each in transcripts)
+        return [float(len(each.text) - shortest) for each in transcripts]
 
 
 class Branching(TalksByHarness):

@@ -147,6 +147,11 @@ def _unsuited(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
                 f"{item.name}: its {what} cannot be interrupted by --rl-partial-rollouts over pipeline stages or "
                 "expert-parallel ranks, of which none may wait for an environment alone; leave one of them out"
             )
+        elif config.algorithm.rl_partial_rollouts and item.is_harness and item.group_seconds is not None:
+            yield (
+                f"{item.name}: a harness with grade_group cannot be interrupted by --rl-partial-rollouts, because its "
+                "samples wait one by one; leave one of them out"
+            )
         buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
         if longest and longest <= free_tokens:
             yield (

@@ -73,6 +73,15 @@ def test_harnesses_where_they_cannot_run(tmp_path, flags, wanted):
     assert [wanted in problem.text for problem in problems] == [True] * (wanted is not None)
 
 
+def test_samples_that_are_compared_do_not_wait_one_by_one(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- {environment: 'tests.support.e2e_environments:ComparedTalks', grade_deadline: 5}\n")
+    flags = {"langrl_env_config": path, "world_size": 2}
+    assert environment_problems(tiny_config(**flags), tokenizer=None) == []
+    (problem,) = environment_problems(tiny_config(**flags, rl_partial_rollouts=True), tokenizer=None)
+    assert "a harness with grade_group cannot be interrupted by --rl-partial-rollouts" in problem.text
+
+
 @pytest.mark.parametrize(("url", "is_served"), [("reference", False), ("policy", True)])
 def test_a_judge_that_nobody_serves(tmp_path, url, is_served):
     (tmp_path / "rows.jsonl").write_text('{"q": "2+3?"}\n' * 2)

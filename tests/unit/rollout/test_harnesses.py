@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.rollout.conversations import GroupGradeFunction
 from megatron_rl.rollout.harnesses import HarnessSettings
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
@@ -82,11 +83,13 @@ class Stage:
         journal: StepJournal | None = None,
         tasks: Sequence[str] = ("ab",),
         quota: EndsAt | None = None,
+        compare: GroupGradeFunction | None = None,
     ) -> RolloutResult | None:
         async def run_all(_: str, runs: Sequence[HarnessRun]) -> list[Grade]:
             return await self.run_all(play, runs)
 
-        settings = HarnessSettings({"agent"}, run_all, self.endpoint, masks_edits)
+        by_group = {} if compare is None else {"agent": compare}
+        settings = HarnessSettings({"agent"}, run_all, self.endpoint, masks_edits, by_group)
         rollouter = Rollouter(self.engine, toy_tokenizer(), self._groups, None, self.stop, harnesses=settings)
         try:
             sampling = SamplingParams(max_new_tokens=6)
