@@ -14,8 +14,8 @@ import yaml
 from megatron_rl.environments.base import split_of
 
 TASKS = ("sums", "instructions", "gsm8k")
-PARTIAL = {"format_reward": 0.1}
-"""Of a wrong answer in the form that was asked for."""
+PARTIAL = {"strict": True, "format_reward": 0.1}
+"""An answer is a number after ####, and a wrong one is worth something; else any text with a number has an answer."""
 
 
 def main() -> int:
