@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.rollout.conversations import ConversationSettings, GradeFunction
+from megatron_rl.rollout.conversations import ConversationSettings, GradeFunction, GroupGradeFunction
 from megatron_rl.rollout.harnesses import RunFunction
 from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.run.base import Run, build_quantization
@@ -74,6 +74,7 @@ class ToyEnvironments:
     """Stands in for `EnvironmentAccess`."""
 
     counters = SimpleNamespace(since_last_call=dict)
+    by_group: Mapping[str, GroupGradeFunction] = MappingProxyType({})
 
     def __init__(
         self, grade: GradeFunction, settings: ConversationSettings | None, run: RunFunction | None = None
