@@ -34,7 +34,7 @@ from megatron_rl.rollout.journal import (
     described,
     described_rollout,
     rollout_of,
-)  # fmt: skip
+)
 from megatron_rl.rollout.prompt_source import ExpectedLengths, PromptSource, RequestFactory, deal, drawn_for
 from megatron_rl.rollout.rollouter import Goal
 from megatron_rl.rollout.statistics import staleness_metrics

@@ -23,14 +23,14 @@ FLAGS: dict[str, Any] = {
 LAST = Path("checkpoints") / f"step_{STEPS:07d}"
 
 
+def start(commands: list[list[str]], ranks: int) -> None:
+    for outcome in run_many([[part for text in argv for part in text.split()] for argv in commands], ranks):
+        outcome.check()
+
+
 @pytest.fixture(scope="module")
 def runs(workshop) -> None:
     talks = workshop.environments("talks", [{"environment": "tests.support.e2e_environments:Talks"}])
-
-    def start(commands: list[list[str]], ranks: int) -> None:
-        for outcome in run_many([[part for text in argv for part in text.split()] for argv in commands], ranks):
-            outcome.check()
-
     flags = FLAGS | {"langrl_env_config": talks}
     start([workshop.rl("whole", **flags), workshop.rl("halved", **flags, exit_interval=2)], 1)
     start([workshop.rl("halved", **flags, resume=True)], 1)

@@ -8,26 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import rows_of, run, run_many
+from tests.e2e.test_partial_conversations import FLAGS, STEPS, start
+from tests.support.runs import rows_of, run
 
 pytestmark = pytest.mark.long
-
-STEPS = 4
-FLAGS: dict[str, Any] = {
-    "train_iters": STEPS, "rl_partial_rollouts": True, "rl_oversampling": 8, "rl_generation_lag": 2,
-    "rl_max_new_tokens": 12, "rl_log_rollouts": 100, "rl_keep_zero_variance_groups": True, "save_interval": 2,
-    "seq_length": 96,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def runs(workshop) -> None:
     talks = workshop.environments("talks", [{"environment": "tests.support.e2e_environments:TalksByHarness"}])
-
-    def start(commands: list[list[str]], ranks: int) -> None:
-        for outcome in run_many([[part for text in argv for part in text.split()] for argv in commands], ranks):
-            outcome.check()
-
     flags = FLAGS | {"langrl_env_config": talks}
     start([workshop.rl("whole", **flags), workshop.rl("halved", **flags, exit_interval=2)], 1)
     start([workshop.rl("halved", **flags, resume=True)], 1)
