@@ -287,7 +287,12 @@ def _parity_gate(base: Run, scorer: Scorer, engine: Engine) -> ParityGate:
     rounded = None
     if base.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine | StagedEngine):
         rounded = partial(rounded_attention, base.policy.layers, engine.kv_format)
-    return ParityGate(base.config, scorer, base.phases.quantization, base.groups.data_group, rounded)
+    absorbed, latent = None, base.config.latent
+    if latent.multi_latent_attention and latent.rl_mla_absorb:
+        from megatron_rl.models.blocks.latent import absorbed_attention
+
+        absorbed = partial(absorbed_attention, base.policy.layers)
+    return ParityGate(base.config, scorer, base.phases.quantization, base.groups.data_group, rounded, absorbed)
 
 
 def _journal(base: Run) -> RolloutJournal | None:

@@ -9,6 +9,7 @@ Before the first update, the samples of a rollout are scored three times by what
 
 The mismatch is what a correction has to undo, and what quantisation costs. The emulation gap must be next to
 nothing whatever the recipe: if it is not, the engine ran other weights (a stale copy) or another format.
+The absorption gap is between two passes of the trainer, whole heads and absorbed: absorption's part of the mismatch.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ _MEASURES = {
 }
 """Under which name the mismatch has them."""
 
+_Inside = Callable[[], AbstractContextManager[None]]
+_Scored = tuple[torch.Tensor, torch.Tensor]
+"""Log-probs of a batch, and its top tokens."""
+
 
 @dataclass(frozen=True)
 class ParityReport:
@@ -69,6 +74,11 @@ class ParityReport:
                 f"  top-1 agreement {m['parity/top1_agreement']:.2%}; engine against the trainer's own quantised "
                 f"forward pass: mean {m['parity/emulation_gap_mean']:.1e}, max {m['parity/emulation_gap_max']:.1e}"
             )
+        if "parity/absorption_gap_mean" in m:
+            text.append(
+                "  of it, absorbed latent attention alone: "
+                f"mean {m['parity/absorption_gap_mean']:.1e}, max {m['parity/absorption_gap_max']:.1e}"
+            )
         return text
 
 
@@ -81,11 +91,16 @@ class ParityGate:
         scorer: Scorer,
         quantization: RolloutQuantization,
         data_group: dist.ProcessGroup,
-        rounded: Callable[[], AbstractContextManager[None]] | None = None,
+        rounded: _Inside | None = None,
+        absorbed: _Inside | None = None,
     ) -> None:
-        """Inside ``rounded`` the trainer rounds keys and values as the KV cache does; None where it does not."""
+        """Inside ``rounded`` the trainer rounds keys and values as the KV cache does; None where it does not.
+
+        Inside ``absorbed`` it computes latent attention as decoding does; None where that is no other way.
+        """
         self._settings = config.quantization
         self._scorer, self._quantization, self._data_group, self._rounded = scorer, quantization, data_group, rounded
+        self._absorbed = absorbed
         self._kv_cache = config.kv_cache_dtype
         self._correction, self._correction_name = correction_of(config), config.algorithm.rl_correction
         # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
@@ -104,7 +119,7 @@ class ParityGate:
     def check(self, updates: Sequence[Sequence[TokenBatch]], rewards: StepRewards | None) -> ParityReport:
         """Score the samples and judge by the tokens that the weights of the step's beginning drew; collective."""
         batches = [_fresh(replace(batch, step=rewards)) for update in updates for batch in update]
-        own = [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
+        own = self._scored(updates)
         sums = self._sums(own, batches)
         tokens = int(sums.get("mismatch/tokens", 0))
         if not tokens:  # every group was without signal: nothing has been checked
@@ -113,12 +128,15 @@ class ParityGate:
         metrics = {name: measured[measure] for name, measure in _MEASURES.items()}
         if self._quantization.linears.recipe is not None or self._rounded is not None:
             with self._quantization.emulated(), contextlib.nullcontext() if self._rounded is None else self._rounded():
-                emulated = [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
-            measured = mismatch_metrics(self._sums(emulated, batches))
-            metrics["parity/emulation_gap_mean"] = measured["training/rollout_logprob_gap_mean"]
-            metrics["parity/emulation_gap_max"] = measured["training/rollout_logprob_gap_max"]
+                emulated = self._scored(updates)
+            metrics |= self._gaps("emulation", emulated, batches)
             tops = ([top for _, top in scored] for scored in (own, emulated))
             metrics["parity/top1_agreement"] = agreement(*tops, batches, self._data_group)
+        if self._absorbed is not None:
+            with self._absorbed():
+                absorbed = self._scored(updates)
+            whole = [replace(batch, inference_logprobs=scored) for batch, (scored, _) in zip(batches, own, strict=True)]
+            metrics |= self._gaps("absorption", absorbed, whole)
         self._checked = self._quantization.recipe
         return ParityReport(self._format, tokens, metrics, self._problems(metrics))
 
@@ -187,7 +205,14 @@ class ParityGate:
             )
         return tuple(found)
 
-    def _sums(self, scored: Sequence[tuple[torch.Tensor, torch.Tensor]], batches: Sequence[TokenBatch]) -> Sums:
+    def _scored(self, updates: Sequence[Sequence[TokenBatch]]) -> list[_Scored]:
+        return [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
+
+    def _gaps(self, name: str, scored: Sequence[_Scored], batches: Sequence[TokenBatch]) -> dict[str, float]:
+        found = mismatch_metrics(self._sums(scored, batches))
+        return {f"parity/{name}_gap_{each}": found[f"training/rollout_logprob_gap_{each}"] for each in ("mean", "max")}
+
+    def _sums(self, scored: Sequence[_Scored], batches: Sequence[TokenBatch]) -> Sums:
         """Of the mismatch of the rollout and the ``scored`` log-probs; collective."""
         parts = []
         for (logprobs, _), batch in zip(scored, batches, strict=True):

@@ -30,6 +30,7 @@ from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import BasePolicy, PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
+from megatron_rl.trainer.update import Updates
 from tests.distributed.programs import gather_whole
 from tests.support.lora import adapted, move_b
 from tests.support.samples import own_reward, random_samples, rewards_of, with_experts, with_prompts
@@ -119,15 +120,31 @@ def one_case(
                 for batch in part
                 for sample, row in zip(batch.samples.sample_id, batch.values.split(batch.packing.lengths), strict=False)
             }
+    tensors |= as_in_decoding(policy, scorer, updates)
     with rollout_mode(policy, optimization.wrapped):
         tensors["weights"] = whole(policy, groups, lambda parameter: parameter.data)
-        tensors["logprobs"] = {
-            f"{sample}": row
-            for part in updates
-            for batch, rows in zip(part, scorer.logprobs(part), strict=True)
-            for sample, row in zip(batch.samples.sample_id, rows.split(batch.packing.lengths), strict=False)
-        }
+        tensors["logprobs"] = by_sample(scorer, updates)
     return metrics, tensors
+
+
+def as_in_decoding(policy: PolicyModel, scorer: Scorer, updates: Updates) -> dict[str, dict[str, torch.Tensor]]:
+    """Log-probs by absorbed latent attention, of a model that has it."""
+    if not policy.layout.architecture.multi_latent_attention:
+        return {}
+    from megatron_rl.models.blocks.latent import absorbed_attention
+
+    with absorbed_attention(policy.layers):
+        return {"logprobs, absorbed": by_sample(scorer, updates)}
+
+
+def by_sample(scorer: Scorer, updates: Updates) -> dict[str, torch.Tensor]:
+    """Log-probs of all tokens of each sample."""
+    return {
+        f"{sample}": row
+        for part in updates
+        for batch, rows in zip(part, scorer.logprobs(part), strict=True)
+        for sample, row in zip(batch.samples.sample_id, rows.split(batch.packing.lengths), strict=False)
+    }
 
 
 def with_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> Critic:

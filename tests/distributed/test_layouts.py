@@ -287,7 +287,7 @@ def assert_equal(
         assert named.keys() == expected[kind].keys()
         for name, values in named.items():
             difference = (values - expected[kind][name]).abs().max().item()
-            scale = 2.0 if kind == "logprobs" else 1.0  # of up to 20 nats, by weights that differ by so much
+            scale = 2.0 if "logprobs" in kind else 1.0  # of up to 20 nats, by weights that differ by so much
             if "gradients" in kind:
                 scale = expected[kind][name].abs().max().clamp_min(1e-2).item()
             assert difference <= tolerance * scale, f"{kind} of {name}"

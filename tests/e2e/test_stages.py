@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import rows_of, run_many
+from tests.support.tiny import LATENT
 
 STAGES = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,9 @@ def runs(with_long: bool, workshop: Any) -> dict[str, Any]:
         layout = LAYOUTS[case.partition("_")[0]]
         ones[f"rl_{wanted}"] = workshop.rl(f"rl_{wanted}", **MODEL, **flags)
         twos[f"rl_{case}"] = workshop.rl(f"rl_{case}", **MODEL, **layout, **flags)
-    twos["smooth"] = workshop.rl("smooth", **MODEL, **STAGES, rl_rollout_quantization="int8_smooth", train_iters=1)
+    latent = {name: value or None for name, value in LATENT.items()}
+    smooth = MODEL | latent | STAGES | {"num_layers": 4, "rl_rollout_quantization": "int8_smooth", "train_iters": 1}
+    twos["smooth"] = workshop.rl("smooth", **smooth)
     alone = {name: value for name, value in MODEL.items() if name.startswith(("num", "rl_prompts", "rl_samples"))}
     alone |= {"perform_rl_step": None, "eval_only": True, "load": workshop.run_dir("rl_plain") / "checkpoints"}
     alone |= dict.fromkeys(("grpo_group_size", "grpo_prompts_per_step", "train_iters"))
@@ -79,9 +82,11 @@ def test_an_evaluation_is_that_of_one_rank(runs: dict[str, Any], workshop: Any) 
 
 
 def test_calibrated_copies_are_what_the_trainer_would_compute(runs: dict[str, Any], workshop: Any) -> None:
-    """Not compared with one rank: what idle rows compute counts in a calibration."""
+    """Not compared with one rank: what idle rows compute counts in a calibration. Absorption is told apart."""
     row = rows_of(workshop.run_dir("smooth"))[1]
     assert row["parity/emulation_gap_mean"] < 1e-6 < row["parity/gap_mean"]
+    assert row["parity/absorption_gap_mean"] < 1e-6
+    assert not any("absorption" in name for name in rows_of(workshop.run_dir("rl_int8"))[1]), "it has no latents"
 
 
 def test_the_table_of_the_first_rollout_has_all_stages(runs: dict[str, Any], workshop: Any) -> None:

@@ -7,14 +7,17 @@ expanded from the result. The cache then has ``kv_lora_rank + qk_pos_emb_head_di
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -42,14 +45,18 @@ class _PlannedLatentAttention(MLASelfAttention):
     """megatron's projections; rotation and attention are the plan's, as in `PlannedSelfAttention`."""
 
     kind: LayerKind
+    absorbs = False
+    """Whether packed batches are computed as `decode` computes a step: see `absorbed_attention`."""
 
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; ``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
         plan = packed_seq_params
-        query = self._query(hidden_states, plan)
-        heads = self._heads(query, *self._latent(hidden_states, plan))
+        query, latents = self._query(hidden_states, plan), self._latent(hidden_states, plan)
+        if self.absorbs:
+            return self.linear_proj(self._absorbed(query, *latents, functools.partial(self._attend_latent, plan)))
+        heads = self._heads(query, *latents)
         attend = functools.partial(plan.attend, self.layer_number, kind=self.kind)
         if self.training and self.checkpoint_core_attention:
             attend = functools.partial(tensor_parallel.checkpoint, attend, False)
@@ -83,6 +90,35 @@ class _PlannedLatentAttention(MLASelfAttention):
         own, value = mixed.split(self._expanded_widths, -1)
         key = torch.cat((own, rotated.expand(-1, -1, own.shape[2], -1)), -1)
         return self._scaled(query), key, value
+
+    def _absorbed(
+        self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, attend_latent: Callable[..., Any]
+    ) -> torch.Tensor:
+        """``[T, 1, heads * v_head_dim]``: see the top of the file; ``attend_latent`` is that of a `RolloutPlan`."""
+        whole = gather_from_sequence_parallel_region(latent) if self.config.sequence_parallel else latent
+        weight, kept = taken_apart(self.linear_kv_up_proj, whole)
+        to_key, to_value = weight.unflatten(0, (-1, sum(self._expanded_widths))).split(self._expanded_widths, 1)
+
+        def absorbed() -> torch.Tensor:
+            own, turned = query.split(self._key_widths, -1)
+            return self._scaled(torch.cat((torch.einsum("tbhd,hdc->tbhc", own, to_key), turned), -1))
+
+        attended, is_latent = attend_latent(
+            self.layer_number, torch.cat((kept[:, :, None], rotated), -1),
+            lambda: self._heads(query, latent, rotated), absorbed, self.kind,
+        )  # fmt: skip
+        if not is_latent:
+            return attended
+        return torch.einsum("tbhc,hdc->tbhd", attended.unflatten(-1, (len(to_value), -1)), to_value).flatten(2)
+
+    def _attend_latent(
+        self, plan: AttentionPlan, layer: int, latent: torch.Tensor, _: Any, absorbed: Callable[[], torch.Tensor],
+        kind: LayerKind,
+    ) -> tuple[torch.Tensor, bool]:  # fmt: skip
+        """`RolloutPlan.attend_latent` of a packed batch, which attends to its own latents."""
+        query = absorbed()
+        key = latent.expand(-1, -1, query.shape[2], -1)  # torch's kernel of little memory takes a key for every query
+        return plan.attend(layer, query, key, key[..., : self.config.kv_lora_rank], kind), True
 
     def _scaled(self, query: torch.Tensor) -> torch.Tensor:
         """The queries such that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
@@ -148,29 +184,23 @@ class LatentAttention(Block, _PlannedLatentAttention):
         hidden = normed[:, None]
         query, (latent, rotated) = self._query(hidden, plan), self._latent(hidden, plan)
         if plan.keeps_latents:
-            attended = self._absorbed(query, latent, rotated, plan)
+            attended = self._absorbed(query, latent, rotated, plan.attend_latent)
         else:
             attended = plan.attend(self.layer_number, *self._heads(query, latent, rotated), self.kind)
         return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
 
-    def _absorbed(
-        self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, plan: RolloutPlan
-    ) -> torch.Tensor:
-        """``[T, 1, heads * v_head_dim]``: see the top of the file."""
-        weight, kept = taken_apart(self.linear_kv_up_proj, latent)
-        to_key, to_value = weight.unflatten(0, (-1, sum(self._expanded_widths))).split(self._expanded_widths, 1)
 
-        def absorbed() -> torch.Tensor:
-            own, turned = query.split(self._key_widths, -1)
-            return self._scaled(torch.cat((torch.einsum("tbhd,hdc->tbhc", own, to_key), turned), -1))
-
-        attended, is_latent = plan.attend_latent(
-            self.layer_number, torch.cat((kept[:, :, None], rotated), -1),
-            lambda: self._heads(query, latent, rotated), absorbed, self.kind,
-        )  # fmt: skip
-        if not is_latent:
-            return attended
-        return torch.einsum("tbhc,hdc->tbhd", attended.unflatten(-1, (len(to_value), -1)), to_value).flatten(2)
+@contextlib.contextmanager
+def absorbed_attention(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Enter a block in which ``layers`` absorb in packed batches, too: what differs then is absorption alone."""
+    attentions = [layer.self_attention for layer in layers]
+    try:
+        for attention in attentions:
+            attention.absorbs = True
+        yield
+    finally:
+        for attention in attentions:
+            attention.absorbs = False
 
 
 BLOCK = LatentAttention

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+from typing import Any
 
+import pytest
+import torch
+
+from megatron_rl.families import LayerKind
+from megatron_rl.models.attention.plan import PackedPlan
+from megatron_rl.models.blocks import latent as block
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.trainer.parity import ParityGate
+from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Completion, Request
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens
+from tests.support.quantized import rollout_quantization
 from tests.support.scoring import gaps, packed
 from tests.support.tape import taped
 from tests.support.tiny import LATENT, tiny_config, tiny_policy
@@ -79,3 +89,82 @@ def test_replays_of_a_decode_step_draw_the_same(policy: PolicyModel) -> None:
     assert tokens(done) == tokens(eager)
     assert largest_gap(done, eager) < CLOSE
 
+
+
+class Absorption:
+    """A model, its rollout, and what the mismatch check says of the two ways to compute attention."""
+
+    def __init__(self, groups: ParallelGroups, **changes: object) -> None:
+        config = tiny_config(**LATENT | changes)
+        self.policy = latent(**changes)
+        self.batch = packed(wanted(), generate(self.policy, rollout_engine(self.policy), wanted()))
+        self.scorer = Scorer(self.policy, groups, 1.0)
+        absorbed = partial(block.absorbed_attention, self.policy.layers)
+        quantization = rollout_quantization(self.policy, "none")
+        self.gate = ParityGate(config, self.scorer, quantization, groups.data_group, absorbed=absorbed)
+
+    def measured(self) -> dict[str, float]:
+        """The metrics of the check."""
+        return self.gate.check([[self.batch]], None).metrics
+
+    def logprobs(self) -> torch.Tensor:
+        """The trainer's, of the sampled tokens."""
+        (logprobs,) = self.scorer.logprobs([self.batch])
+        return logprobs[self.batch.in_loss]
+
+
+def absorbed_by_hand(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the trainer's attention: sequence by sequence over latents, whatever heads it is given."""
+    attentions = {layer.layer_number: layer.self_attention for layer in policy.layers}
+    latents: dict[int, torch.Tensor] = {}
+    for number, attention in attentions.items():
+        attention.kv_layernorm.register_forward_hook(lambda *seen, at=number: latents.update({at: seen[-1][:, 0]}))
+
+    def attend(
+        plan: PackedPlan, layer: int, query: torch.Tensor, key: torch.Tensor, _: torch.Tensor, kind: LayerKind
+    ) -> torch.Tensor:
+        whole, width = LATENT["qk_head_dim"], query.shape[-1]
+        weight = attentions[layer].linear_kv_up_proj.weight.unflatten(0, (4, -1))
+        found = []
+        for c, q, k in zip(*(x.split(plan.lengths) for x in (latents[layer], query[:, 0], key[:, 0])), strict=True):
+            of_latents = torch.einsum("qhd,hdc->hqc", q[..., :whole], weight[:, :whole]) @ c.T
+            of_positions = torch.einsum("qhd,kd->hqk", q[..., whole:], k[:, 0, whole:])
+            scores = (of_latents + of_positions).float() / width**0.5
+            scores += torch.full_like(scores, float("-inf")).triu(1)
+            means = scores.softmax(-1).to(c.dtype) @ c
+            found.append(torch.einsum("hqc,hdc->qhd", means, weight[:, whole:]).flatten(1))
+        return torch.cat(found)[:, None]
+
+    monkeypatch.setattr(PackedPlan, "attend", attend)
+
+
+def test_absorption_in_fp32_is_rounding_alone(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Absorption(one_rank)
+    assert case.measured()["parity/absorption_gap_max"] < CLOSE
+    whole = case.logprobs()
+    absorbed_by_hand(case.policy, monkeypatch)
+    assert (case.logprobs() - whole).abs().max() < CLOSE
+
+
+def test_the_mismatch_of_absorption_in_bf16(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About that of the same written out, and about all that engine and trainer differ by."""
+    case = Absorption(one_rank, bf16=True)
+    metrics, whole = case.measured(), case.logprobs()
+    assert metrics["parity/absorption_gap_max"] > metrics["parity/absorption_gap_mean"] > 1e-3
+    absorbed_by_hand(case.policy, monkeypatch)
+    by_hand = (case.logprobs() - whole).abs().mean().item()
+    assert metrics["parity/absorption_gap_mean"] == pytest.approx(by_hand, rel=0.4)
+    assert metrics["parity/absorption_gap_mean"] == pytest.approx(metrics["parity/gap_mean"], rel=0.4)
+
+
+def test_a_wrong_absorption_is_seen(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next row of the expansion in place of each, in the check alone: the rollout was right."""
+    case, honest = Absorption(one_rank, bf16=True), block.taken_apart
+
+    def moved(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, kept = honest(*given)
+        return weight.roll(1, 0), kept
+
+    monkeypatch.setattr(block, "taken_apart", moved)
+    metrics = case.measured()
+    assert metrics["parity/gap_mean"] < 0.05 < 0.5 < metrics["parity/absorption_gap_mean"]
