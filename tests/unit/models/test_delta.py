@@ -7,6 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.families import ModelLayout, Stages
+from megatron_rl.inference.engine import EngineOptions
+from megatron_rl.inference.kv_cache import build_cache
+from megatron_rl.inference.sequence import SequenceGroup
 from megatron_rl.models.delta_rule import Chunks, DeltaInputs, convolved, convolved_step, delta_rule, delta_step
 from megatron_rl.models.gpt import rollout_mode
 from megatron_rl.platform.groups import ParallelGroups
@@ -169,6 +173,24 @@ def test_snapshots_are_void_when_a_rollout_begins(policy) -> None:
             engine.submit(asked)
             drain(engine, [asked])
     assert engine.statistics.reused_tokens == 20
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "paged"])
+def test_stages_go_on_at_the_same_place_with_states_or_without(one_rank: ParallelGroups, backend: str) -> None:
+    """The second of two stages keeps no states: on its own it would go on anywhere, and compute other tokens."""
+    shape = DELTA | {"num_layers": 4, "linear_attention_freq": 2, "attention_backend": backend}
+    whole, pages = tiny_policy(tiny_config(**shape, seq_length=64)), 4 if backend == "paged" else None
+    ids = tuple(range(4, 28))
+    for stage, states in enumerate((2, 0)):
+        layout = ModelLayout.of(whole.layout.architecture, stage=stage, stages=Stages(2, first=3))
+        assert len(layout.state_layers) == states
+        cache, blocks, rows = build_cache(replace(whole, layout=layout), EngineOptions(4, 64, block_size=pages))
+        assert rows == 4 and (cache.states is not None) == (states > 0)
+        sequences = SequenceGroup(0, request(ids), [0]).sequences
+        assert blocks.allocate(sequences, [0, 1, 2, 3], 1).reused == 0
+        blocks.remember(sequences, ids)
+        assert blocks.num_cached((*ids, 5, 6, 7, 8, 9, 10, 11, 12)) == 24
+        assert blocks.num_cached((*ids[:20], 5, 6, 7, 8, 9, 10, 11, 12)) == 0, "its history was rewritten"
 
 
 def test_whoever_is_preempted_goes_on_from_its_prompt(one_rank: ParallelGroups) -> None:
