@@ -6,6 +6,7 @@ Before the first update, the samples of a rollout are scored three times by what
             ▲                                  ▲
             └── emulation ──► trainer's forward pass on freshly quantised weights ──┘ top-1 agreement
                               and keys and values rounded as the KV cache has them
+                              and latent attention absorbed as in decode steps
 
 The mismatch is what a correction has to undo, and what quantisation costs. The emulation gap must be next to
 nothing whatever the recipe: if it is not, the engine ran other weights (a stale copy) or another format.
@@ -76,7 +77,7 @@ class ParityReport:
             )
         if "parity/absorption_gap_mean" in m:
             text.append(
-                "  of it, absorbed latent attention alone: "
+                "  absorbed latent attention alone moves the trainer's log-probs: "
                 f"mean {m['parity/absorption_gap_mean']:.1e}, max {m['parity/absorption_gap_max']:.1e}"
             )
         return text
@@ -127,14 +128,12 @@ class ParityGate:
         measured = mismatch_metrics(sums)
         metrics = {name: measured[measure] for name, measure in _MEASURES.items()}
         if self._quantization.linears.recipe is not None or self._rounded is not None:
-            with self._quantization.emulated(), contextlib.nullcontext() if self._rounded is None else self._rounded():
-                emulated = self._scored(updates)
+            emulated = self._scored(updates, self._quantization.emulated, self._rounded, self._absorbed)
             metrics |= self._gaps("emulation", emulated, batches)
             tops = ([top for _, top in scored] for scored in (own, emulated))
             metrics["parity/top1_agreement"] = agreement(*tops, batches, self._data_group)
         if self._absorbed is not None:
-            with self._absorbed():
-                absorbed = self._scored(updates)
+            absorbed = self._scored(updates, self._absorbed)
             whole = [replace(batch, inference_logprobs=scored) for batch, (scored, _) in zip(batches, own, strict=True)]
             metrics |= self._gaps("absorption", absorbed, whole)
         self._checked = self._quantization.recipe
@@ -205,8 +204,12 @@ class ParityGate:
             )
         return tuple(found)
 
-    def _scored(self, updates: Sequence[Sequence[TokenBatch]]) -> list[_Scored]:
-        return [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
+    def _scored(self, updates: Sequence[Sequence[TokenBatch]], *as_rollouts: _Inside | None) -> list[_Scored]:
+        """By the trainer's forward pass, inside all of ``as_rollouts``."""
+        with contextlib.ExitStack() as stack:
+            for inside in filter(None, as_rollouts):
+                stack.enter_context(inside())
+            return [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
 
     def _gaps(self, name: str, scored: Sequence[_Scored], batches: Sequence[TokenBatch]) -> dict[str, float]:
         found = mismatch_metrics(self._sums(scored, batches))
