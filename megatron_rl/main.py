@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import socket
@@ -86,6 +87,7 @@ def main(
         return _print_answer(config, problems, world_size) if rank == 0 else 0
     stop = stop or StopRequest().install()  # before torch is imported, which takes seconds
     code = RUN_ERROR
+    gc.disable()  # imports make half a million objects and no garbage; looking for it takes half a second
     try:
         code = _run(config, problems, command or typed_command(argv), stop, is_checked, callbacks)
     except ConfigError as error:
@@ -105,6 +107,7 @@ def main(
         logger.error("interrupted a second time: the steps since the last checkpoint are lost")
         code = INTERRUPTED
     finally:
+        gc.enable()
         stop.started()
         _announce_launcher(code, stop)
     return code
@@ -226,6 +229,7 @@ def _build_and_execute(
         logger.info("note: %s", note)
     _log_settings(config)
     tokenizer = open_tokenizer(config)
+    gc.enable()
     try:
         with open_run(config, platform, groups, tokenizer, stop, command, callbacks) as base:
             run = program.build(base)

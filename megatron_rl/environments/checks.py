@@ -144,7 +144,7 @@ def _data_problems(data: object) -> list[str]:
     problems = []
     for key, value in data.items():
         try:
-            same = isinstance(key, str) and json.loads(dumps(value)) == value
+            same = isinstance(key, str) and (isinstance(value, str) or json.loads(dumps(value)) == value)
         except (TypeError, ValueError) as error:
             problems.append(f"has data {shorten(key)} that is not JSON: {error}")
             continue

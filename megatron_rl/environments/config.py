@@ -32,7 +32,6 @@ from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.environments.base import RULES as OF_CLASSES
 from megatron_rl.environments.base import Environment, GroupEnvironment, HarnessEnvironment, suggestion, whole_number
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
-from megatron_rl.environments.mcp.equipment import equip, with_tools
 from megatron_rl.environments.mcp.settings import ServerSettings
 from megatron_rl.environments.tool_calls import checked_tools
 from megatron_rl.environments.tools import ToolEnvironment
@@ -95,7 +94,11 @@ class EnvironmentSpec:
     def create(self) -> Environment:
         """Return the environment with its options; ``ConfigError`` when it cannot be set up."""
         found = find_environment(self.reference)
-        environment = (found if self.mcp is None else with_tools(found)).from_options(self.options)
+        if self.mcp is not None:
+            from megatron_rl.environments.mcp.equipment import equip, with_tools  # no other environment needs it
+
+            found = with_tools(found)
+        environment = found.from_options(self.options)
         for name, value in {"evaluation_only": self.evaluation_only, **self.overrides}.items():
             setattr(environment, name, value)
         if self.mcp is not None:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import uvloop
@@ -18,11 +19,13 @@ from megatron_rl.platform.collectives import any_rank, max_over
 from megatron_rl.platform.device import OutOfMemoryOnAllRanks, is_out_of_memory, reason_of
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import Conversations, ConversationSettings, GradeFunction
-from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
 from megatron_rl.rollout.journal import FinishedGroups, StepJournal
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completed, Request, RolloutGroup
+
+if TYPE_CHECKING:  # with an HTTP server, which a run without harnesses does not need
+    from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +163,8 @@ class Rollouter:
         )
         harnesses = None
         if self._harnesses is not None:
+            from megatron_rl.rollout.harnesses import Harnesses
+
             harnesses = Harnesses(self._harnesses, self._groups, finished, one_by_one=goal.in_rounds)
         samples = _Samples(self._engine, goal, conversations, harnesses, finished)
         try:

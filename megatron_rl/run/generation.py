@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.guides import Grammars
 from megatron_rl.inference.rollout_engine import RolloutEngine
@@ -15,12 +15,14 @@ from megatron_rl.models.attention.selection import requirements_of
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator
-from megatron_rl.rollout.harnesses import HarnessSettings
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.run.base import Run
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, SamplingParams, SourcedTask
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.harnesses import HarnessSettings
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +130,9 @@ def serve_harnesses(run: Run) -> HarnessSettings | None:
     environments, config = run.environments.harnesses, run.config
     if not environments:
         return None
+    from megatron_rl.endpoint.calls import Endpoint
+    from megatron_rl.rollout.harnesses import HarnessSettings
+
     endpoint = None
     if run.groups.leads_model:
         rollout, port = config.rollout, config.environment.rl_endpoint_port

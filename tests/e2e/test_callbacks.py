@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ class Watching(megatron_rl.Callback):
         self.last, self.calls = last, []
 
     def on_rollouts(self, run, step, samples):
+        assert gc.isenabled()  # which it is not while modules are imported
         self.calls.append(("rollouts", step, len(samples)))
 
     def on_evaluation(self, run, step, metrics):

@@ -41,6 +41,7 @@ import yaml
 REPOSITORY = Path(__file__).parents[2]
 _PRELOADED = (
     "megatron_rl.main", "megatron_rl.loop", "megatron_rl.supervised", "megatron_rl.evaluation",
+    "megatron_rl.rollout.harnesses",
     "megatron.core.dist_checkpointing.strategies.torch", "torch._dynamo", "torch.utils.tensorboard",
     "transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_fast", "pytest",
 )  # fmt: skip

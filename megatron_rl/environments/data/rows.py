@@ -128,13 +128,13 @@ class Row:
 
     def value(self, path: str) -> Any:
         """Return the value of a column, or with dots of a field in it: ``reward_model.ground_truth``."""
-        value: Any = self.values
-        for depth, key in enumerate(path.split(".")):
-            inside = ".".join(path.split(".")[:depth])
+        value, keys = self.values, path.split(".")
+        for depth, key in enumerate(keys):
             if not isinstance(value, Mapping):
+                inside = ".".join(keys[:depth])
                 raise RowError(f"has {inside} of type {type(value).__name__}; it must be a mapping with {key}")
             if key not in value:
-                raise RowError(f"lacks {path}; {inside or 'it'} has {_names(value)}")
+                raise RowError(f"lacks {path}; {'.'.join(keys[:depth]) or 'it'} has {_names(value)}")
             value = value[key]
         return value
 
