@@ -241,7 +241,8 @@ def _main() -> None:
         os.dup2(nothing.fileno(), 0)
     for name in _PRELOADED:
         importlib.import_module(name)
-    # Every run writes and reads its configuration: 0.2 CPU seconds in pure Python.
+    # Every run reads what flags there are, and writes and reads its configuration: 0.3 CPU seconds in pure Python.
+    importlib.import_module("megatron_rl.config.rl_config").all_flags()
     yaml.SafeLoader, yaml.SafeDumper = yaml.CSafeLoader, yaml.CSafeDumper
     gc.freeze()
     job = _serve(listener, session)
