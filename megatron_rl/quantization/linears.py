@@ -164,6 +164,30 @@ class QuantizedLinears:
         if self._stale:
             self.refresh()
 
+    def renew(self) -> list[str]:
+        """Call `refresh`, and name the layers whose copies were of other weights until now; collective like it.
+
+        Exact, as quantising the same weight twice gives the same bits. Of copies whose memory was given up only the
+        scales are compared. None are named if a change of the weights was announced since the last refresh.
+        """
+        is_comparable, with_codes = bool(self._released) or not self._stale, not self._released
+        before = self._checksums(with_codes)
+        self.refresh()
+        pairs = zip(self.layers, before, self._checksums(with_codes), strict=True)
+        names = [layer.name for layer, old, new in pairs if old != new] if is_comparable else []
+        if self._lockstep_group is not None:
+            names = [name for part in gather_json(names, self._lockstep_group) for name in part]
+        return list(dict.fromkeys(names))
+
+    def _checksums(self, with_codes: bool) -> list[list[int]]:
+        """By layer, the sum of the bits of its scales, and of its codes."""
+        sums = []
+        for layer in self.layers:
+            parts = [layer.weight.scales.view(torch.int32)]
+            parts += [layer.weight.codes.view(torch.uint8)] if with_codes else []
+            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in parts]))
+        return torch.stack(sums).tolist() if sums else []  # one read of the device
+
     @torch.no_grad()
     def calibrate(self, channel_amax: Mapping[str, torch.Tensor | None]) -> None:
         """Set the smoothing of every layer from the largest activation [K] of its input channels; collective.

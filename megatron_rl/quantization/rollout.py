@@ -46,6 +46,8 @@ class RolloutQuantization:
         self._model, self._asked, self._skip, self._lockstep_group = model, recipe, tuple(skip), lockstep_group
         self._on_audit, self._timed, self._quantizes_gradients = on_audit, timed, quantizes_gradients
         self._aligned = False
+        self.stale: tuple[str, ...] = ()
+        """Layers whose copies were of other weights when `emulated` last looked; equal on a replica's ranks."""
         self._use(recipe)
 
     def _use(self, name: str) -> None:
@@ -122,8 +124,11 @@ class RolloutQuantization:
 
     @contextlib.contextmanager
     def emulated(self) -> Iterator[None]:
-        """Run the trainer's forward pass on freshly quantised weights inside the block, as a rollout should have."""
-        self.weights_changed()
+        """Run the trainer's forward pass on freshly quantised weights inside the block, as a rollout should have.
+
+        `stale` says which copies were of other weights before; collective.
+        """
+        self.stale = tuple(self.linears.renew())
         with self.linears.installed():
             yield
 

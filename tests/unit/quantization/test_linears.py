@@ -279,6 +279,21 @@ class TestFreshness:
         with linears.installed():
             assert logits(policy).isfinite().all()
 
+    @pytest.mark.parametrize("recipe", QUANTIZING)
+    @pytest.mark.parametrize("given_up", [False, True])
+    def test_renewing_names_the_copies_of_other_weights(self, policy: PolicyModel, recipe: str, given_up: bool) -> None:
+        linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe))
+        assert linears.renew() == [], "there was nothing to compare"
+        changed = linears.layers[2]
+        for factor, names in ((1.0, []), (3.0, [changed.name])):
+            changed.parameter.data.mul_(factor)
+            if given_up:
+                linears.release()
+            assert linears.renew() == names
+        linears.weights_changed()
+        changed.parameter.data.mul_(3.0)
+        assert linears.renew() == [], "the change was announced"
+
 
 class TestCalibration:
     def test_factors_follow_activations_and_weights(self, policy: PolicyModel) -> None:

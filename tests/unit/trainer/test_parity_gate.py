@@ -145,28 +145,26 @@ class TestAgreement:
 
 
 class TestOtherWeights:
-    """The mismatch limits are off: what is found is found by the emulation."""
+    """The mismatch limits are off: what is found is found by comparing copies, or by the emulation."""
 
     def stale(self, one_rank: ParallelGroups, action: str) -> tuple[Case, ParityReport]:
-        case = Case(one_rank, action=action, emulation_limit=1e-3, **NO_LIMITS)
+        case = Case(one_rank, action=action, emulation_limit=1e9, **NO_LIMITS)
         case.roll_out()
         disturb(case.policy, 0.1)  # an update that nobody announced
         return case, case.check()
 
-    def test_stale_copies_are_a_warning(
-        self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_stale_copies_are_a_warning(self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture) -> None:
         case, report = self.stale(one_rank, "warn")
         assert len(report.problems) == 1
-        assert "it ran stale or other weights" in report.problems[0]
+        assert "quantised copies of other weights in 8 layers, layers.0." in report.problems[0]
         with caplog.at_level(logging.WARNING):
             assert case.gate.act_on(report) is False
-        assert "stale or other weights" in caplog.text
+        assert "copies of other weights" in caplog.text
         assert case.quantization.recipe == "int8"
 
     def test_or_the_end_of_the_run(self, one_rank: ParallelGroups) -> None:
         case, report = self.stale(one_rank, "stop")
-        with pytest.raises(TrainingError, match=r"stale or other weights.*--rl-mismatch-action warn"):
+        with pytest.raises(TrainingError, match=r"copies of other weights.*--rl-mismatch-action warn"):
             case.gate.act_on(report)
         assert case.quantization.recipe == "int8"
 
@@ -176,7 +174,7 @@ class TestOtherWeights:
             assert case.gate.act_on(report) is True
             assert case.quantization.recipe == safer
             assert case.gate.is_due(7), "the new recipe is not checked"
-        with pytest.raises(TrainingError, match="stale or other weights"):
+        with pytest.raises(TrainingError, match="copies of other weights"):
             case.gate.act_on(report)
 
     def test_announced_updates_are_not_stale(self, one_rank: ParallelGroups) -> None:
@@ -187,12 +185,26 @@ class TestOtherWeights:
         assert case.check().problems == ()
 
     def test_one_negated_copy_is_found(self, one_rank: ParallelGroups) -> None:
-        case = Case(one_rank, emulation_limit=1e-3, **NO_LIMITS)
+        case = Case(one_rank, emulation_limit=1e9, **NO_LIMITS)
         case.roll_out()
         layer = case.quantization.linears.layers[3]
         layer.recipe.encode(-layer.module.weight.detach(), layer.weight)
         batch = case.roll_out()
-        assert "stale or other weights" in case.check(batch).problems[0]
+        assert f"in 1 layers, {layer.name} first" in case.check(batch).problems[0]
+        assert case.check().problems == ()
+
+    @pytest.mark.parametrize(("apart", "found"), [(0.5, 0), (2.0, 1)])
+    def test_where_rounding_differs_the_mismatch_bounds_the_emulation(
+        self, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, apart: float, found: int
+    ) -> None:
+        """``apart``: the emulation's gap in units of the mismatch."""
+        case = Case(one_rank, emulation_limit=0.0, **NO_LIMITS)
+        case.gate.rounds_alike = False
+        batch = case.roll_out()
+        own, drawn = case.scorer.logprobs_and_top([batch]), batch.inference_logprobs
+        scored = iter((own, [(drawn + apart * (each - drawn), top) for each, top in own]))
+        monkeypatch.setattr(case.scorer, "logprobs_and_top", lambda update: next(scored))
+        assert ["another format" in problem for problem in case.check(batch).problems] == [True] * found
 
     def test_a_broken_forward_pass_has_other_likeliest_tokens(
         self, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch
@@ -221,8 +233,8 @@ class TestOtherWeights:
         assert agreement([top], [top + predicts.long()], [batch], one_rank.data_group) == 0.0
         first = torch.zeros_like(predicts)
         first[predicts.nonzero()[0]] = True
-        expected = 1 - 1 / int(in_loss.sum())
-        assert agreement([top], [top + first.long()], [batch], one_rank.data_group) == pytest.approx(expected)
+        agreed = agreement([top], [top + first.long()], [batch], one_rank.data_group)
+        assert agreed == pytest.approx(1 - 1 / int(in_loss.sum()))
 
 
 class TestKVCache:
@@ -239,7 +251,7 @@ class TestKVCache:
 
     def test_without_the_emulation_the_limit_would_be_broken(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank, "int8", emulation_limit=1e-4, fp8_cache=True, emulated=False, **NO_LIMITS)
-        assert "stale or other weights" in case.check().problems[0]
+        assert "it computed in another format" in case.check().problems[0]
 
     def test_falling_back_leaves_it_and_the_end_names_it(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank, "int8", action="fallback", fp8_cache=True, rl_mismatch_max_gap=1e-9)
