@@ -58,7 +58,7 @@ class Tale:
 
     def __init__(
         self, workshop, stories: dict[str, list[Kill]], timeout: float, omit: str = "", whole: str = "whole",
-        **flags: object,
+        own_servers: bool = False, **flags: object,
     ) -> None:  # fmt: skip
         """``whole`` is the one in which nobody died: of two replicas, as ``whole``, or with the same ``flags``."""
         self.workshop, self.whole, self.steps = workshop, whole, flags.get("train_iters", STEPS)
@@ -67,7 +67,7 @@ class Tale:
             waited_for = {name: value for name, value in flags.items() if name != "async_save"}
             told.insert(0, Story(whole, self._argv(whole, **(waited_for if whole != "whole" else {}))))
         self.logs = workshop.folder / "logs"
-        self.codes = tell(told, self.logs, RANKS, timeout)
+        self.codes = tell(told, self.logs, RANKS, timeout, own_servers)
         assert self.codes.get(whole, [[0] * RANKS]) == [[0] * RANKS], self.output(whole)
 
     def _argv(self, name: str, **flags: object) -> list[str]:
@@ -109,7 +109,7 @@ FIRST = {story: [kill_at(point, seed=1) for point in points] for story, points i
 
 @pytest.fixture(scope="module")
 def first(workshop) -> Tale:
-    return Tale(workshop, FIRST, timeout=900)
+    return Tale(workshop, FIRST, timeout=900, own_servers=True)
 
 
 @pytest.mark.parametrize("story", FIRST)

@@ -12,13 +12,14 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support.forks import Fork
 from tests.support.ranks import free_port, rank_environment
+from tests.support.runs import served_lists, shared_environments
 
 KILLED = -signal.SIGKILL
 MARK = "TESTS_KILLS_FOLDER"
@@ -46,24 +47,34 @@ class Story:
     """An item of the saved state that every launch forgets: the negative control."""
 
 
-def tell(stories: Sequence[Story], folder: Path, ranks: int, timeout: float) -> dict[str, list[list[int]]]:
-    """The exit codes of every launch of each story, rank by rank; output goes to ``folder``."""
+def tell(
+    stories: Sequence[Story], folder: Path, ranks: int, timeout: float, own_servers: bool = False
+) -> dict[str, list[list[int]]]:
+    """The exit codes of every launch of each story, rank by rank; output goes to ``folder``.
+
+    ``own_servers``: each launch starts its environment server, as a run of a user does, and takes it along.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    shared = {} if own_servers else served_lists([story.argv for story in stories])
     end = time.monotonic() + timeout
     codes: dict[str, list[list[int]]] = {}
     for story in stories:
         codes[story.name] = []
         for number, kill in enumerate([*story.kills, None]):
-            launched = _launch(story, kill, ranks, folder / f"{story.name}.{number}", end)
+            launched = _launch(story, kill, ranks, folder / f"{story.name}.{number}", end, shared)
             codes[story.name].append(launched)
             if launched == [0] * ranks:
                 break  # it came to its end before the kill
     return codes
 
 
-def _launch(story: Story, kill: Kill | None, ranks: int, log: Path, end: float) -> list[int]:
+def _launch(
+    story: Story, kill: Kill | None, ranks: int, log: Path, end: float, shared: Mapping[str, str]
+) -> list[int]:
     port = free_port()
-    forks = [_start(story, kill, rank, ranks, port, log) for rank in range(ranks)]
+    jobs = [[list(story.argv), asdict(kill) if kill and kill.rank == rank else None, story.omit, shared]
+            for rank in range(ranks)]  # fmt: skip
+    forks = [_start(job, rank, ranks, port, log) for rank, job in enumerate(jobs)]
     deadline = time.monotonic() + kill.seconds if kill is not None and kill.seconds else None
     try:
         while None in (codes := [fork.poll() for fork in forks]):
@@ -85,12 +96,10 @@ def _kill(forks: Sequence[Fork]) -> None:
         fork.kill()
 
 
-def _start(story: Story, kill: Kill | None, rank: int, ranks: int, port: int, log: Path) -> Fork:
-    own = kill if kill is not None and kill.rank == rank else None
-    job = json.dumps([list(story.argv), own and asdict(own), story.omit])
+def _start(job: list[Any], rank: int, ranks: int, port: int, log: Path) -> Fork:
     environment = rank_environment(rank, ranks, port) | {MARK: str(log.parent)}
     with log.with_name(f"{log.name}.{rank}.log").open("wb") as stream:
-        return Fork(["-m", "tests.support.kills", job], environment, stream, stream, rank)
+        return Fork(["-m", "tests.support.kills", json.dumps(job)], environment, stream, stream, rank)
 
 
 def points() -> dict[str, tuple[Any, str, str]]:
@@ -212,12 +221,13 @@ def _main() -> int:
     """What each rank's process does."""
     from megatron_rl.main import main
 
-    argv, kill, omit = json.loads(sys.argv[1])
+    argv, kill, omit, shared = json.loads(sys.argv[1])
     if kill and kill["point"]:
         arm(Kill(**kill), *(points() | stage_points() | harness_points() | background_points())[kill["point"]])
     if omit:
         forget(omit)
-    return main(["train_rl.py", *argv])
+    with shared_environments(shared):
+        return main(["train_rl.py", *argv])
 
 
 def random_kills(count: int, ranks: int, longest: float, seed: int) -> list[Kill]:

@@ -179,13 +179,19 @@ def served_lists(commands: Sequence[Sequence[str]]) -> dict[str, str]:
 
 def _main(job: Path) -> None:
     """What each rank's process does."""
+    with shared_environments(json.loads(job.read_text())["shared"]):
+        _run_all(job)
+
+
+@contextlib.contextmanager
+def shared_environments(given: Mapping[str, str]) -> Iterator[None]:
+    """Let the commands of this process share servers and surveys of their lists: with all that have ``given``, too."""
     from megatron_rl.run.preflight import inputs
 
-    given = json.loads(job.read_text())["shared"]
     # It costs a Python process: the commands share what was found in a list that they share.
     inputs.survey_list = functools.cache(functools.partial(_survey, inputs.survey_list, given))
     with _shared_servers(given):
-        _run_all(job)
+        yield
 
 
 def _survey(survey: Any, given: Mapping[str, str], path: str | Path, *seconds: float, demonstrations: bool) -> Any:
@@ -246,6 +252,7 @@ def _shared_servers(given: Mapping[str, str]) -> Iterator[None]:
             yield server
             return
         address.parent.mkdir(parents=True, exist_ok=True)
+        address.unlink(missing_ok=True)  # of a run that was killed
         address.symlink_to(server.address_file)
         try:
             yield server
