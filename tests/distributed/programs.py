@@ -28,7 +28,7 @@ from megatron_rl.trainer import optimizer
 from tests.support.tiny import single_thread, tiny_config
 from tests.support.toy import toy_run
 
-STEPS = 2
+STEPS, NEW_TOKENS = 2, 20
 REPORTED = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "train/loss")
 
 
@@ -37,7 +37,8 @@ def train_variants(folder: str, tensor_size: int, variants: Mapping[str, Mapping
     groups = join(tensor_size)
     reports = {}
     for name, changes in variants.items():
-        run = toy_run(toy_config(groups, changes), groups)
+        short = {} if "perform_rl_step" in changes else {"rl_max_new_tokens": NEW_TOKENS}
+        run = toy_run(toy_config(groups, short | dict(changes)), groups)
         save_weights(Path(folder) / f"{name}.before.pt", run)
         completions = {} if "perform_rl_step" in changes else complete(run)
         step = supervised_step if "perform_rl_step" in changes else rl_step
