@@ -26,6 +26,7 @@ from tests.support.toy import toy_run
 SHARDED = {
     "bf16": True, "use_distributed_optimizer": True, "rl_rollout_quantization": "fp8",
     "hidden_size": 128, "ffn_hidden_size": 256, "rl_quantization_skip": "last:1", "num_layers": 3,
+    "rl_max_new_tokens": 12,
 }  # fmt: skip
 """As on a GPU: rollouts that do not read the weights, and an optimizer that can make them again."""
 VARIANTS: dict[str, dict[str, Any]] = {
