@@ -37,8 +37,7 @@ def train_variants(folder: str, tensor_size: int, variants: Mapping[str, Mapping
     groups = join(tensor_size)
     reports = {}
     for name, changes in variants.items():
-        short = {} if "perform_rl_step" in changes else {"rl_max_new_tokens": NEW_TOKENS}
-        run = toy_run(toy_config(groups, short | dict(changes)), groups)
+        run = toy_run(toy_config(groups, changes), groups)
         save_weights(Path(folder) / f"{name}.before.pt", run)
         completions = {} if "perform_rl_step" in changes else complete(run)
         step = supervised_step if "perform_rl_step" in changes else rl_step
@@ -66,13 +65,14 @@ def join(tensor_size: int = 1, stages: int = 1, **changes: Any) -> ParallelGroup
 
 
 def toy_config(groups: ParallelGroups, changes: Mapping[str, Any]) -> RLConfig:
-    """`tiny_config` for this job.
+    """`tiny_config` for this job, with answers of at most `NEW_TOKENS`.
 
     Adam's epsilon is large: where a gradient is nearly 0, 1e-8 would blow its rounding up to a visible step.
     """
     stages = groups.pipeline_group.size()
     sizes = {"tensor_model_parallel_size": groups.tensor_group.size(), "pipeline_model_parallel_size": stages}
-    return tiny_config(groups.world_size, adam_eps=1e-4, **sizes, **changes)
+    short = {} if "perform_rl_step" in changes else {"rl_max_new_tokens": NEW_TOKENS}
+    return tiny_config(groups.world_size, adam_eps=1e-4, **sizes, **(short | dict(changes)))
 
 
 def complete(run: RLRun) -> dict[str, Any]:
