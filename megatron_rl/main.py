@@ -107,10 +107,17 @@ def main(
         logger.error("interrupted a second time: the steps since the last checkpoint are lost")
         code = INTERRUPTED
     finally:
-        gc.enable()
+        _collect_garbage_again()
         stop.started()
         _announce_launcher(code, stop)
     return code
+
+
+def _collect_garbage_again() -> None:
+    """After a refusal what its traceback holds, process groups, goes here and not in another thread at the exit."""
+    if not gc.isenabled():
+        gc.collect()
+        gc.enable()
 
 
 def _announce_launcher(code: int, stop: StopRequest) -> None:
