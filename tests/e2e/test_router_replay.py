@@ -18,7 +18,7 @@ MIXTURE = {
 }  # fmt: skip
 REPLAY = MIXTURE | {"rl_router_replay": True}
 STAGES = REPLAY | {"pipeline_model_parallel_size": 2}
-RUNS = {"plain": MIXTURE, "whole": REPLAY, "stages": STAGES}
+RUNS = {"plain": MIXTURE | {"train_iters": 1}, "whole": REPLAY, "stages": STAGES}
 RANKS = 2
 
 

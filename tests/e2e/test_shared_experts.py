@@ -20,7 +20,7 @@ MIXTURE = {
     "log_params_norm": True,
 }  # fmt: skip
 SHARED = MIXTURE | {"expert_model_parallel_size": 2}
-FEW = {"grpo_prompts_per_step": 1, "global_batch_size": None, "grpo_kl_beta": None,
+FEW = {"train_iters": 2, "grpo_prompts_per_step": 1, "global_batch_size": None, "grpo_kl_beta": None,
        "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}  # fmt: skip
 """One group: of two ranks one generates nothing. With a loss of the routers' own."""
 INT8 = {"rl_rollout_quantization": "int8", "rl_router_replay": True, "train_iters": 2, "rl_mismatch_interval": 1,
@@ -36,7 +36,7 @@ class Told:
         self.workshop, self.logs = workshop, workshop.folder / "logs"
         flags = {
             "replicas": MIXTURE, "shared": SHARED, "replicas_few": MIXTURE | FEW, "shared_few": SHARED | FEW,
-            "replayed": SHARED | {"rl_router_replay": True},
+            "replayed": SHARED | {"rl_router_replay": True, "train_iters": 2},
             "int8": SHARED | INT8,
         }  # fmt: skip
         if with_long:
