@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct on GSM8K: first supervised on the worked solutions, then GRPO. Five minutes on an H200, many hours on a laptop.
+# SmolLM2-135M-Instruct on GSM8K: first supervised on the worked solutions, then GRPO. Under ten minutes on an H200, days on a laptop.
 #
 #   bash examples/smollm2/gsm8k.sh [--quick] [--data DIR] [--seed SEED] [--run-dir DIR] [flags of the GRPO run]
 #
