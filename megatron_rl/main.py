@@ -114,7 +114,7 @@ def main(
 
 
 def _collect_garbage_again() -> None:
-    """After a refusal what its traceback holds, process groups, goes here and not in another thread at the exit."""
+    """After a refusal: process groups in its garbage go now, not in another thread at the exit, which would abort."""
     if not gc.isenabled():
         gc.collect()
         gc.enable()

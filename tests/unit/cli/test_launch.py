@@ -37,6 +37,14 @@ print(pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 """A rank that runs, and a launcher that is killed then."""
+REFUSED = """
+import gc
+from megatron_rl.main import main
+collect, seen = gc.collect, []
+gc.collect = lambda *_: seen.append(gc.isenabled()) or collect()
+print(main(["train_rl.py"]), False in seen, gc.isenabled())
+"""
+"""The exit code; whether garbage was collected before collections came by themselves; whether they do again."""
 
 
 @pytest.mark.parametrize(
@@ -80,3 +88,8 @@ def test_a_rank_whose_launcher_has_ended_before_it_could_look_ends_too() -> None
 def test_a_rank_ends_with_a_torchrun_that_is_killed() -> None:
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
         psutil.Process(int(run_python("-c", TORCHRUN).stdout)).wait(20)
+
+
+def test_a_refusal_leaves_no_garbage_to_other_threads() -> None:
+    """Process groups that another thread collects at the exit end the process by SIGABRT."""
+    assert run_python("-c", REFUSED).stdout == "2 True True\n"
