@@ -145,7 +145,7 @@ def test_decode_goes_through_every_batch_and_format(rehearsal: dict[str, list[Ro
     measured = {(row["format"], row["graphs"], row["batch"]) for row in rows if "step_ms" in row}
     skipped = {(row["format"], row["graphs"]) for row in rows if "skipped" in row}
     assert {("bf16", False, 1), ("bf16", False, 4), ("fp8", False, 4)} <= measured
-    kinds = {(kind, graphs) for kind in ("bf16", "fp8", "fp8 + fp8 KV") for graphs in (False, True)}
+    kinds = {(kind, graphs) for kind in ("bf16", "fp8", "int8", "fp8 + fp8 KV") for graphs in (False, True)}
     assert {(kind, graphs) for kind, graphs, _ in measured} | skipped == kinds
     assert all(row["rows"] >= row["batch"] for row in rows if "step_ms" in row)
 

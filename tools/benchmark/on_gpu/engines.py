@@ -31,6 +31,7 @@ from tools.benchmark.on_gpu.shapes import (
     BF16,
     FP8,
     FP8_KV,
+    INT8,
     Format,
     decode_bytes,
     forward_flops,
@@ -141,7 +142,7 @@ def attention(bench: Bench) -> Iterator[Row]:
             yield from guarded(rows, labels)
 
 
-def decode(bench: Bench, model: str, kinds: Sequence[Format] = (BF16, FP8, FP8_KV)) -> Iterator[Row]:
+def decode(bench: Bench, model: str, kinds: Sequence[Format] = (BF16, FP8, INT8, FP8_KV)) -> Iterator[Row]:
     """``small``, ``middle``, ``large`` or ``experts`` of the sizes, in these formats, with CUDA graphs and without.
 
     Of a model with layers cut, ``whole_ms`` takes the same ratio to the roofline for the whole one.

@@ -50,6 +50,7 @@ class Format:
 
 BF16 = Format("bf16", 2, 2)
 FP8 = Format("fp8", 1, 2, ("--rl-rollout-quantization=fp8",))
+INT8 = Format("int8", 1, 2, ("--rl-rollout-quantization=int8",))
 FP8_KV = Format("fp8 + fp8 KV", 1, 1, (*FP8.flags, "--rl-kv-cache-dtype=fp8"))
 
 
