@@ -128,6 +128,8 @@ class DecodeGraphs:
         self._weights = (*model.parameters(), *model.buffers())
         self.recorded: dict[tuple, dict[int, list[Work]]] = {}
         """(`_variant`, `_addresses`, key length, modes) -> batch size -> a replay for each part."""
+        self._warm: set[tuple] = set()
+        """Variant, key length and modes of what has been recorded before: its kernels are compiled."""
         self._said_observed = self._off = False
 
     def step(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work]:
@@ -188,16 +190,20 @@ class DecodeGraphs:
         """Capture every size, the largest first: the others then fit into its memory. None when a capture failed.
 
         Meanwhile all rows count as ended, and afterwards everything is as it was: a step then only writes a row's next
-        key and value where the row itself writes its own in this step.
+        key and value where the row itself writes its own in this step. After the KV cache has left and come back,
+        nothing is warmed up or measured again: every step of a run may pay for that.
         """
-        started, before = time.perf_counter(), self._recorder.used_bytes()
+        kind = self._variant(), key_length, modes
+        is_warm = kind in self._warm
+        started, before = time.perf_counter(), 0 if is_warm else self._recorder.used_bytes()
         kept = [buffer.clone() for buffer in self._state.buffers]
         self._state.alive.zero_()
         replays: dict[int, list[Work]] = {size: [] for size in reversed(self._sizes)}
         try:
             for size, part in product(replays, self.parts):
                 work = partial(part, size, key_length, modes)
-                self._recorder.warm_up(work)
+                if not is_warm:
+                    self._recorder.warm_up(work)
                 try:
                     replays[size].append(self._recorder.record(work))
                 except RuntimeError as error:  # what torch raises for all that CUDA does not like in a capture
@@ -208,11 +214,13 @@ class DecodeGraphs:
         finally:
             for buffer, was in zip(self._state.buffers, kept, strict=True):
                 buffer.copy_(was)
-        logger.info(
-            "decode graphs: %d batch sizes up to %d, captured in %.1f s, %.1f MiB (up to %d keys)",
-            len(replays), self._sizes[-1], time.perf_counter() - started,
-            max(0, self._recorder.used_bytes() - before) / 2**20, key_length,
-        )  # fmt: skip
+        if not is_warm:
+            self._warm.add(kind)
+            logger.info(
+                "decode graphs: %d batch sizes up to %d, captured in %.1f s, %.1f MiB (up to %d keys)",
+                len(replays), self._sizes[-1], time.perf_counter() - started,
+                max(0, self._recorder.used_bytes() - before) / 2**20, key_length,
+            )  # fmt: skip
         return replays
 
 
@@ -231,9 +239,7 @@ def possible_graphs(options: EngineOptions, policy: PolicyModel) -> EngineOption
     if policy.device.type != "cuda":
         problem = f"it needs a CUDA device, and this run is on {policy.device.type}"
     elif policy.config.num_moe_experts is not None and not policy.config.moe_grouped_gemm:
-        problem = (
-            "experts in a loop (--no-moe-grouped-gemm) read on the host how many tokens each of them gets"
-        )
+        problem = "experts in a loop (--no-moe-grouped-gemm) read on the host how many tokens each of them gets"
     if problem is None:
         return options
     logger.info("--enable-cuda-graph has no effect: %s", problem)

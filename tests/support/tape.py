@@ -148,13 +148,15 @@ class EagerRecorder:
 
 
 class TapeRecorder:
-    """In the place of `CudaRecorder`; ``recorded`` and ``replayed`` count."""
+    """In the place of `CudaRecorder`; ``warmed``, ``recorded`` and ``replayed`` count."""
 
     def __init__(self) -> None:
+        self.warmed = 0
         self.recorded = 0
         self.replayed = 0
 
     def warm_up(self, work: Work) -> None:
+        self.warmed += 1
         work()
 
     def record(self, work: Work) -> Work:
