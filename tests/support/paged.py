@@ -50,6 +50,8 @@ class FilledPages:
         self._random = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.width, self.dtype, self.device = list(lengths), heads, width, dtype, device
         self._window = window
+        self.stretch = 1.0
+        """What queries are multiplied by."""
         self._sinks = (torch.tensor(sinks, dtype=dtype, device=device),) if sinks else ()
         layers, longest = [LayerCache(groups, width, width)], max_length or max(lengths)
         self.cache = PagedCache(layers, len(lengths), longest, block_size, dtype, torch.device(device), stored)
@@ -78,7 +80,7 @@ class FilledPages:
     def decoded(self, kernel: CacheKernel) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest token of every sequence: the kernel's answer and the fp64 one, ``[N, heads * D]``."""
         rows = len(self.lengths)
-        query = self.random(rows, 1, self.heads, self.width)
+        query = self.random(rows, 1, self.heads, self.width) * self.stretch
         batch = self.cache, self._tensor(self.lengths) - 1, max(*self.lengths, FEWEST_KEYS)
         plan = prepared_for(self._window, kernel.prepare_decode, *batch)
         actual = kernel.decode(query, self.cache, 0, plan, *self._sinks)[:, 0]
@@ -97,7 +99,7 @@ class FilledPages:
             position_ids=torch.cat([torch.arange(*span, device=self.device) for span in spans]),
             key_length=max(self.lengths),
         )
-        query = self.random(sum(counts), 1, self.heads, self.width)
+        query = self.random(sum(counts), 1, self.heads, self.width) * self.stretch
         plan = prepared_for(self._window, kernel.prepare_extend, self.cache, new)
         actual = kernel.extend(query, self.cache, 0, plan, *self._sinks)[:, 0]
         expected, token = [], 0

@@ -27,6 +27,7 @@ import triton.language as tl
 from megatron_rl.models.attention.tiles import (
     SMALLEST_TILE,
     add_block,
+    as_factor,
     as_floats,
     block_of,
     first_key,
@@ -168,13 +169,16 @@ def splits_kernel(
     real = (member < SHARE)[:, None] & (column < WIDTH)[None, :]
     if key_scales is not None:
         scale *= tl.load(key_scales + group)
-    for at in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+    work = tl.load(count)
+    one = tl.minimum(work, 1)
+    for at in range(tl.program_id(0), work, tl.num_programs(0)):
         item = tl.load(items + at)
         row, split = item // SPLITS, item % SPLITS
         length = tl.load(positions + row).to(tl.int32) + 1
         begin, seen = split * SPLIT, first_key(length, WINDOW)
         head = row.to(tl.int64) * GROUPS * SHARE + group * SHARE + member
         q = tl.load(query + head[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
+        q, factor = as_factor(q, scale, key_scales is not None)
         largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -192,7 +196,11 @@ def splits_kernel(
             value = read_block(
                 values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
             )
-            largest, total, mixed = add_block(q, key, value, inside[None, :], scale, largest, total, mixed, False)
+            if value_scales is not None:
+                # The compiler cannot know that this is 1, so it takes codes to fp16 before it lays them out for the
+                # tensor cores, in rows of 16 bytes. Otherwise it would first collect each column's codes byte by byte.
+                value *= one.to(value.dtype)
+            largest, total, mixed = add_block(q, key, value, inside[None, :], factor, largest, total, mixed, False)
         if value_scales is not None:
             mixed *= tl.load(value_scales + group)
         place = head * SPLITS + split
@@ -292,6 +300,7 @@ def extend_kernel(
         q = tl.load(query + place, mask=real, other=0.0)
         if key_scales is not None:
             scale *= tl.load(key_scales + group)
+        q, factor = as_factor(q, scale, key_scales is not None)
         largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         if sinks is not None:
@@ -312,9 +321,7 @@ def extend_kernel(
             visible = position[None, :] <= (first + token)[:, None]
             if WINDOW is not None:
                 visible &= position[None, :] > (first + token - WINDOW)[:, None]
-            largest, total, mixed = add_block(
-                q, key, value, visible, scale, largest, total, mixed, WINDOW is not None
-            )
+            largest, total, mixed = add_block(q, key, value, visible, factor, largest, total, mixed, WINDOW is not None)
         if value_scales is not None:
             mixed *= tl.load(value_scales + group)
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)

@@ -51,6 +51,22 @@ def read_block(
 
 
 @triton.jit
+def as_factor(query, scale, CODES: tl.constexpr):
+    """Return ``query`` [Q, D] as it is multiplied with keys, and what the scores are multiplied with: one, or [Q, 1].
+
+    With E4M3 keys bf16 becomes fp16 of at most 2, divided by powers of two: two codes become fp16 in one instruction,
+    bf16 in four.
+    """
+    if CODES and query.dtype == tl.bfloat16:
+        numbers = query.to(tl.float32)
+        bits = tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        power = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))[:, None]
+        return (numbers / power).to(tl.float16), scale * power
+    else:
+        return query, scale
+
+
+@triton.jit
 def first_key(length, WINDOW: tl.constexpr):
     """Return the first of ``length`` keys that the newest token sees; the type of ``length``."""
     return length * 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
@@ -60,8 +76,8 @@ def first_key(length, WINDOW: tl.constexpr):
 def add_block(query, key, value, visible, scale, largest, total, mixed, MAY_SEE_NONE: tl.constexpr):
     """Do one step of the running softmax, in fp32 and to the base 2.
 
-    ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K]; every query sees a key of its first block, or it
-    ``MAY_SEE_NONE``.
+    ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K], ``scale`` one or [Q, 1]; every query sees a key
+    of its first block, or it ``MAY_SEE_NONE``.
     """
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))

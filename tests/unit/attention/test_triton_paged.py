@@ -66,6 +66,13 @@ class KernelChecks:
         pages.cache.format.value_scales *= torch.tensor([0.25, 8.0], device=self.device)
         self.check(pages)
 
+    def test_codes_and_queries_beyond_fp16(self):
+        """Its largest number is 65,504: bf16 queries are divided before they are multiplied with keys as fp16."""
+        pages = self.pages([3, 33, 70], dtype=torch.bfloat16, stored=FP8, width=32)
+        pages.stretch = 2.0**20
+        pages.cache.format.key_scales /= pages.stretch
+        self.check(pages)
+
     @pytest.mark.parametrize("length", [1, 255, 256, 257, 512, 1300])
     def test_splits(self, length):
         """Keys are cut every 256, whatever the row's own length, in the middle of a page too."""
