@@ -54,13 +54,21 @@ def gate_up(
     """
     rows, columns = inner.shape[0], inner.shape[1] // 2
     written, sink = sink_for(inner, rows, columns, packing)
-    block = max(triton.next_power_of_2(sink["out_columns"]), 128)
-    if packing is None or packing.in_segments:  # otherwise a program has to see a whole row
-        block = min(block, _PIECE)
-    gate_kernel[(rows, triton.cdiv(sink["out_columns"], block))](
-        inner, shares, columns, inner.stride(0), **sink, BLOCK=block, num_warps=_warps(rows, block, packing)
+    if packing is None or packing.in_segments:
+        block, rest = min(max(triton.next_power_of_2(sink["out_columns"]), 128), _PIECE), 0
+    else:
+        block, rest = two_powers(sink["out_columns"])
+    gate_kernel[(rows, triton.cdiv(sink["out_columns"], block + rest))](
+        inner, shares, columns, inner.stride(0), **sink, BLOCK=block, REST=rest, num_warps=_warps(rows, block, packing)
     )
     return written
+
+
+def two_powers(columns: int) -> tuple[int, int]:
+    """Return two powers of two, or one and 0, that hold ``columns``: 18,944 in 16,384 + 4,096 and not in 32,768."""
+    most = max(triton.next_power_of_2(columns), 128)
+    rest = triton.next_power_of_2(max(columns - most // 2, 128))
+    return (most // 2, rest) if most > 1024 and rest < most // 2 else (most, 0)
 
 
 def _warps(rows: int, block: int, packing: Packing | None) -> int:
@@ -119,11 +127,34 @@ def add_norm_kernel(
 def gate_kernel(
     inner, shares, columns, inner_stride,
     out, scales, smoothing, out_columns, scale_stride,
-    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Multiply gate and up projection; one program per row, or stretch of one."""
+    """Multiply gate and up projection; one program per row, of BLOCK + REST columns, or per stretch of one."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    product = _gated(inner, shares, row, column, columns, inner_stride)
+    if REST == 0:
+        write_row(
+            product, row, column, column < columns, out, scales, smoothing, out_columns, scale_stride,
+            SEGMENTS, POWER_OF_TWO,
+        )  # fmt: skip
+    else:
+        beyond = BLOCK + tl.arange(0, REST)
+        others = _smoothed(
+            _gated(inner, shares, row, beyond, columns, inner_stride), smoothing, beyond, beyond < columns
+        )
+        product = _smoothed(product, smoothing, column, column < columns)
+        bits = tl.maximum(tl.max(magnitude_bits(product), 0), tl.max(magnitude_bits(others), 0))
+        scale = scale_of(bits, out.dtype.element_ty, False)
+        tl.store(scales + row, scale)
+        place = out + row * out_columns
+        tl.store(place + column, codes_of(product, scale, out.dtype.element_ty))
+        tl.store(place + beyond, codes_of(others, scale, out.dtype.element_ty), mask=beyond < out_columns)
+
+
+@triton.jit
+def _gated(inner, shares, row, column, columns, inner_stride):
+    """The products of a row, in fp32 but rounded to the dtype."""
     inside = column < columns
     dtype = inner.dtype.element_ty
     place = inner + row * inner_stride + column
@@ -133,7 +164,14 @@ def gate_kernel(
     product = (opened * up).to(dtype).to(tl.float32)
     if shares is not None:
         product = (product * tl.load(shares + row)).to(dtype).to(tl.float32)
-    write_row(product, row, column, inside, out, scales, smoothing, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO)
+    return product
+
+
+@triton.jit
+def _smoothed(numbers, smoothing, column, inside):
+    if smoothing is not None:
+        numbers = tl.div_rn(numbers, tl.load(smoothing + column, mask=inside, other=1.0))
+    return numbers
 
 
 @triton.jit
@@ -156,8 +194,7 @@ def write_row(
         segment = tl.min(column, 0) // _TILE + tl.arange(0, BLOCK // _TILE)
         tl.store(scales + row + segment * scale_stride, scale, mask=segment * _TILE < out_columns)
     else:
-        if smoothing is not None:
-            numbers = tl.div_rn(numbers, tl.load(smoothing + column, mask=inside, other=1.0))
+        numbers = _smoothed(numbers, smoothing, column, inside)
         scale = scale_of(tl.max(magnitude_bits(numbers), 0), out.dtype.element_ty, False)
         codes = codes_of(numbers, scale, out.dtype.element_ty)
         tl.store(scales + row, scale)

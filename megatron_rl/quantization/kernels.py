@@ -2,8 +2,8 @@
 
 They give its scales to the bit, and its codes but for the sign of a zero. Numbers to codes in one pass, for activations
 and for weights in buffers that keep their addresses: memory-bound, so each number is read once and stays in registers
-between its group's maximum and its code. A division is `tl.div_rn`, because Triton's ``/`` is approximate on a GPU;
-maxima are taken of the bit patterns, which for magnitudes order like the numbers and let a NaN through to the scale, as
+between its group's maximum and its code. Divisions are rounded correctly, as Triton's ``/`` on a GPU is not; maxima
+are taken of the bit patterns, which for magnitudes order like the numbers and let a NaN through to the scale, as
 torch's ``amax`` does and Triton's ``max`` does not.
 
 `int8_matmul`: few tokens are `thin_product`'s. Tile sizes come from a table by the number of tokens, not from
@@ -13,6 +13,7 @@ ranks could choose differently. Integer sums do not depend on the tiles, so the 
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ def _bits_of(number: float) -> int:
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""The interpreter truncates in casts to E4M3, its rounding mode "rtne" loses the carry, and it rounds in `tl.fma`."""
 _TILE = tl.constexpr(TILE)
 _INT8_MAX, _FP8_MAX = tl.constexpr(formats.INT8_MAX), tl.constexpr(formats.FP8_MAX)
 _FLOOR_BITS = tl.constexpr(_bits_of(formats.AMAX_FLOOR))
@@ -71,14 +74,27 @@ def scale_of(amax_bits, code_type: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def e4m3_of(scaled):
-    """Round fp32 numbers within +-448 to E4M3, to nearest even.
+    """Round fp32 numbers within +-448 to E4M3, to nearest even; for the interpreter they are exact before the cast."""
+    if _INTERPRETED:
+        exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & _EXPONENT_BITS, _E4M3_SMALLEST_NORMAL_BITS)
+        magic = exponent.to(tl.float32, bitcast=True) * _E4M3_MAGIC
+        scaled = (scaled + magic) - magic
+    return scaled.to(tl.float8e4nv)
 
-    The number is exact before its cast: Triton's interpreter truncates in casts, and its rounding mode "rtne" loses
-    the carry into the exponent.
+
+@triton.jit
+def quotient(values, divisor):
+    """Return ``values / divisor``, rounded correctly where a code depends on it, by one division for all values.
+
+    A product with the inverse, and what is missing by fused products: P. Markstein, IBM J. Res. Dev. 34 (1990) 111.
     """
-    exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & _EXPONENT_BITS, _E4M3_SMALLEST_NORMAL_BITS)
-    magic = exponent.to(tl.float32, bitcast=True) * _E4M3_MAGIC
-    return ((scaled + magic) - magic).to(tl.float8e4nv)
+    if _INTERPRETED:
+        result = tl.div_rn(values, divisor)
+    else:
+        inverse = tl.div_rn(1.0, divisor)
+        near = values * inverse
+        result = tl.fma(tl.fma(near, -divisor, values), inverse, near)
+    return result
 
 
 @triton.jit
@@ -88,7 +104,7 @@ def codes_of(values, scale, code_type: tl.constexpr):
     The integer is read off the sum's bits, so that no optimisation can cancel the magic number.
     """
     largest: tl.constexpr = _INT8_MAX if code_type == tl.int8 else _FP8_MAX
-    scaled = tl.minimum(tl.maximum(tl.div_rn(values, scale), -largest), largest)
+    scaled = tl.minimum(tl.maximum(quotient(values, scale), -largest), largest)
     if code_type == tl.int8:
         codes = ((scaled + _INTEGER_MAGIC).to(tl.int32, bitcast=True) - _INTEGER_MAGIC_BITS).to(tl.int8)
     else:

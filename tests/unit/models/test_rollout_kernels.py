@@ -36,6 +36,9 @@ def near(actual: torch.Tensor, expected: torch.Tensor, tolerance: dict[str, floa
 
 
 SMOOTHED = Packing(torch.int8, 112, smoothing=0.5 + torch.arange(100) / 50)
+IN_TWO_PARTS = [
+    Packing(formats.FP8, 1200), Packing(torch.int8, 1200, smoothing=0.5 + torch.arange(1188) / 600)
+]  # fmt: skip
 
 
 def check_packed(packed: PackedActivations, numbers: torch.Tensor, packing: Packing) -> None:
@@ -111,14 +114,18 @@ class KernelChecks:
         near(gate_up(inner.to(self.device), None), functional.silu(gate) * up, self._tolerance(dtype))
 
     @pytest.mark.parametrize(
-        "packing", [ROWS_FP8, ROWS_INT8, SMOOTHED, SEGMENTS, POWERS, Packing(formats.FP8, 1280, in_segments=True)]
+        "packing",
+        [ROWS_FP8, ROWS_INT8, SMOOTHED, *IN_TWO_PARTS, SEGMENTS, POWERS, Packing(formats.FP8, 1280, in_segments=True)],
     )
     def test_gate_and_codes(self, packing):
+        """The largest number of a row that is computed in two parts may be in either."""
         from megatron_rl.models.kernels import gate_up
 
         packing = replace(packing, smoothing=self._to(packing.smoothing))
         columns = packing.columns - (84 if packing.in_segments else 12)
         inner = 3 * randn(3, 2 * columns)
+        for row, column in enumerate((0, columns - 1)):
+            inner[row, column] = inner[row, columns + column] = 20.0
         gate, up = inner.chunk(2, -1)
         check_packed(gate_up(inner.to(self.device), packing), functional.silu(gate) * up, packing)
 

@@ -50,11 +50,11 @@ def test_residual_and_norm(sink, block):
 
 @pytest.mark.parametrize("sink", SINKS)
 def test_gate(sink):
-    from megatron_rl.models.kernels import gate_kernel
+    from megatron_rl.models.kernels import gate_kernel, two_powers
 
     pointers, constants = SINKS[sink]
-    block = 1024 if sink in ("numbers", "segments") else 32768
-    constants = constants | {"POWER_OF_TWO": True, "BLOCK": block}
+    block, rest = (1024, 0) if sink in ("numbers", "segments") else two_powers(18_944)
+    constants = constants | {"POWER_OF_TWO": True, "BLOCK": block, "REST": rest}
     for shares in (None, "*fp32"):  # with them the rows are experts'
         types = {"inner": "*bf16", "scales": "*fp32"} | pointers | ({"shares": shares} if shares else {})
         given = constants | ({} if shares else {"shares": None})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import importlib.util
 import os
 
@@ -31,6 +33,35 @@ def test_rows(codes):
     text, _ = compiled(rows_kernel, pointers, constants)
     assert "div.rn.f32" in text and "div.full" not in text
     assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == (codes == "fp8e4nv")
+
+
+@pytest.mark.parametrize("codes", ["i8", "fp8e4nv"])
+def test_a_row_takes_two_divisions(codes):
+    """Of its scale and of the inverse; each number takes a product and two fused ones. Nothing is rounded twice."""
+    from megatron_rl.quantization.kernels import rows_kernel
+
+    pointers = {"values": "*bf16", "codes": f"*{codes}", "scales": "*fp32"}
+    text, _ = compiled(rows_kernel, pointers, {"BLOCK": 1024, "smoothing": None}, num_warps=4)
+    numbers = 1024 // 128
+    assert text.count("div.rn.f32") == 2
+    assert (text.count("mul.f32") + text.count("mul.rn.f32"), text.count("fma.rn.f32")) == (numbers, 2 * numbers)
+    assert text.count("add.f32") + text.count("add.rn.f32") == (numbers if codes == "i8" else 0)
+
+
+def test_the_quotient_is_that_of_a_division():
+    """The kernels' arithmetic with libm's fused product, for numbers and divisors of a row, at ties too."""
+    fused = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fused.argtypes, fused.restype = [ctypes.c_float] * 3, ctypes.c_float
+    generator = torch.Generator().manual_seed(0)
+    scales = 10 ** (torch.rand(20_000, 1, generator=generator) * 12 - 10)
+    codes = torch.cat((torch.randint(-448, 449, (20_000, 3), generator=generator) + 0.5, torch.randn(20_000, 3)), 1)
+    values = codes * scales  # about halfway between two integers, and anywhere
+    inverses = 1 / scales
+    near = values * inverses
+    columns = (numbers.expand_as(values).flatten().tolist() for numbers in (near, scales, values, inverses))
+    found = [fused(fused(q, -s, v), i, q) for q, s, v, i in zip(*columns, strict=True)]
+    assert torch.equal(torch.tensor(found).view_as(values), values / scales)
+    assert not torch.equal(near, values / scales), "this test would see it"
 
 
 @pytest.mark.parametrize(("whole", "rows"), [(True, 128), (False, 16)])
