@@ -4,7 +4,8 @@
 
 Where there are fewer column tiles than programs that fill a GPU, several share a tile, each with a part of K
 ("split-K"), and a second kernel adds the parts up: always in the same order, so that the same inputs give the same
-bits. The weight is the left operand, whose tile has the 64 rows or more that Hopper's tensor cores want.
+bits. The weight is the left operand, whose tile has the 64 rows or more that Hopper's tensor cores want. With scales of
+tiles each product of `TILE` inputs is scaled before it is added.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.arithmetic import TILE
+
 MOST_TOKENS = 128
 """With more, larger tiles are faster."""
+_TILE = tl.constexpr(TILE)
 _SUMMED = 1024
 """Numbers of a row that a program of the second kernel adds up."""
 
@@ -49,12 +53,14 @@ def thin_product(
     weight_scales: torch.Tensor,
     dtype: torch.dtype,
     tiles: ThinTiles | None = None,
+    tiled: bool = False,
 ) -> torch.Tensor:
     """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``.
 
     Of int8 or float8_e4m3fn [M, K] and [N, K], M up to 128: rows may have any stride, columns are adjacent. fp32
-    ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous. int8 has exact sums and one fp32 rounding an operation;
-    fp8 sums are in fp32 but for the 128 products of a tile, which Hopper adds up in fewer bits.
+    ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous; or ``tiled``, of 1 x 128 segments [M, S] and 128 x 128
+    tiles [at least N / 128, S]. int8 has exact sums and one fp32 rounding an operation; fp8 sums are in fp32 but for
+    the 128 products of a tile, which Hopper adds up in fewer bits.
     """
     (rows, depth), columns = codes.shape, weight_codes.shape[0]
     tiles = tiles or tiles_for_few(rows)
@@ -66,23 +72,25 @@ def thin_product(
     parts = out if splits == 1 else torch.empty(splits, rows, columns, dtype=sums, device=codes.device)
     thin_kernel[(column_tiles, splits)](
         codes, weight_codes, parts, scales, weight_scales, rows, columns, depth, codes.stride(0),
-        weight_codes.stride(0), ROWS=max(16, triton.next_power_of_2(rows)), COLUMNS=tiles.columns, DEPTH=tiles.depth,
-        STEPS=share, WHOLE=splits == 1, EVEN=depth % (share * tiles.depth) == 0 and columns % tiles.columns == 0,
+        weight_codes.stride(0), *scales.stride(), weight_scales.stride(0), TILED=tiled,
+        ROWS=max(16, triton.next_power_of_2(rows)), COLUMNS=tiles.columns, DEPTH=tiles.depth, STEPS=share,
+        WHOLE=splits == 1, EVEN=depth % (share * tiles.depth) == 0 and columns % tiles.columns == 0,
         num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         parts_kernel[(rows, triton.cdiv(columns, _SUMMED))](
-            parts, out, scales, weight_scales, rows, columns, SPLITS=splits, BLOCK=_SUMMED, num_warps=4,
-            enable_fp_fusion=False,
+            parts, out, *((None, None) if tiled else (scales, weight_scales)), rows, columns, SPLITS=splits,
+            BLOCK=_SUMMED, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scale_stride", "segment_stride"])
 def thin_kernel(
     codes, weight_codes, out, scales, weight_scales, rows, columns, depth, code_stride, weight_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
+    scale_stride, segment_stride, tile_stride,
+    TILED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Multiply codes: a program has all tokens, COLUMNS outputs and STEPS x DEPTH inputs; ``out``, or part sums."""
     row = tl.arange(0, ROWS)
@@ -93,6 +101,10 @@ def thin_kernel(
     weight = weight_codes + column[:, None].to(tl.int64) * weight_stride + step[None, :]
     sums: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
     result = tl.zeros((COLUMNS, ROWS), dtype=sums)
+    start = tl.program_id(1) * STEPS * DEPTH
+    if TILED:
+        tile_scales = weight_scales + tl.program_id(0) * COLUMNS // _TILE * tile_stride
+        following = _tile_scales(scales + row * scale_stride, tile_scales, segment_stride, start, depth, real_row)
     for index in range(0, STEPS):
         if EVEN:
             left = tl.load(weight)
@@ -101,18 +113,32 @@ def thin_kernel(
             rest = step < depth - index * DEPTH
             left = tl.load(weight, mask=real_column[:, None] & rest[None, :], other=0.0)
             right = tl.load(tokens, mask=real_row[None, :] & rest[:, None], other=0.0)
-        # After a tile the sum goes on in fp32.
-        result = tl.dot(left, right, result, out_dtype=sums, max_num_imprecise_acc=DEPTH)
+        if TILED:  # scales are loaded a step ahead: nothing waits for them
+            factor, start = following, start + DEPTH
+            following = _tile_scales(scales + row * scale_stride, tile_scales, segment_stride, start, depth, real_row)
+            result += tl.dot(left, right, out_dtype=sums) * factor[None, :]
+        else:  # after a tile the sum goes on in fp32
+            result = tl.dot(left, right, result, out_dtype=sums, max_num_imprecise_acc=DEPTH)
         weight += DEPTH
         tokens += DEPTH
     place = row[None, :] * columns + column[:, None]
     inside = real_row[None, :] & real_column[:, None]
-    if WHOLE:
+    if TILED and WHOLE:
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+    elif WHOLE:
         by_row = tl.load(scales + row, mask=real_row, other=0.0)[None, :]
         by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[:, None]
         tl.store(out + place, (result.to(tl.float32) * by_row * by_column).to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(1).to(tl.int64) * rows * columns + place, result, mask=inside)
+
+
+@triton.jit
+def _tile_scales(scales, tile_scales, segment_stride, start, depth, real_row):
+    """What products of inputs from ``start`` on are multiplied by, [ROWS]; 0 from ``depth`` on."""
+    segment = start // _TILE
+    by_row = tl.load(scales + segment * segment_stride, mask=real_row & (start < depth), other=0.0)
+    return by_row * tl.load(tile_scales + segment, mask=start < depth, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -127,6 +153,8 @@ def parts_kernel(
     total = tl.load(parts + place, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * (rows.to(tl.int64) * columns) + place, mask=inside, other=0.0)
-    scaled = total.to(tl.float32) * tl.load(scales + row)
-    scaled *= tl.load(weight_scales + column, mask=inside, other=0.0)
-    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=inside)
+    total = total.to(tl.float32)
+    if scales is not None:
+        total *= tl.load(scales + row)
+        total *= tl.load(weight_scales + column, mask=inside, other=0.0)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

@@ -78,6 +78,10 @@ class Fp8Block(Recipe):
         return Packing(formats.FP8, q.codes.shape[1], in_segments=True, power_of_two=self.powers_of_two)
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
+        from megatron_rl.quantization.thin_kernels import MOST_TOKENS, thin_product
+
+        if len(x.codes) <= MOST_TOKENS:
+            return thin_product(x.codes, q.codes[: q.rows], x.scales, q.scales, x.dtype, tiled=True)
         return fp8_product(x.codes, x.scales, q, x.dtype)
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:

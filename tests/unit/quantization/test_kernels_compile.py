@@ -133,15 +133,19 @@ def test_products(tokens, even):
     assert shared <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize(("codes", "product"), [("i8", "k32.s32.s8.s8"), ("fp8e4nv", "k32.f32.e4m3.e4m3")])
+@pytest.mark.parametrize(
+    ("codes", "product", "tiled"),
+    [("i8", "k32.s32.s8.s8", False), ("fp8e4nv", "k32.f32.e4m3.e4m3", False), ("fp8e4nv", "k32.f32.e4m3.e4m3", True)],
+)
 @pytest.mark.parametrize("tokens", [1, 32, 128])
-def test_products_of_few_tokens(tokens, codes, product):
+def test_products_of_few_tokens(tokens, codes, product, tiled):
     """On the tensor cores that multiply 8-bit numbers as they are, loaded while others are multiplied."""
     from megatron_rl.quantization.thin_kernels import thin_kernel, tiles_for_few
 
     tiles, rows = tiles_for_few(tokens), max(tokens, 16)
     pointers = {"codes": f"*{codes}", "weight_codes": f"*{codes}", "out": "*bf16", "scales": "*fp32"}
-    constants = {"ROWS": rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "STEPS": 14, "WHOLE": True, "EVEN": True}
+    constants = {"ROWS": rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "STEPS": 14}
+    constants |= {"WHOLE": True, "EVEN": True, "TILED": tiled}
     made = compile_for_hopper(
         thin_kernel, pointers | {"weight_scales": "*fp32"}, constants,
         ("columns", "depth", "code_stride", "weight_stride"), num_warps=tiles.warps, num_stages=tiles.stages,

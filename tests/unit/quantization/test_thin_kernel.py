@@ -51,6 +51,26 @@ class ThinChecks:
         else:
             torch.testing.assert_close(found, wanted, rtol=0, atol=self.fp8_error * float(wanted.abs().max()))
 
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_it_is_the_product_of_tiles(self, shape: str):
+        """Scales of 1 x 128 segments lie column by column, those of 128 x 128 tiles in rows that are padded."""
+        from megatron_rl.quantization.thin_kernels import thin_product, tiles_for_few
+
+        rows, columns, depth, programs = SHAPES[shape]
+        codes, weight = codes_of(rows, depth, FP8), codes_of(columns, depth, FP8)
+        across, down = -(-depth // 128), -(-columns // 128)
+        scales = numbers(across, rows, torch.float32).abs().t()
+        weight_scales = numbers(down, across + 3, torch.float32).abs()[:, :across]
+        tiles = tiles_for_few(rows)._replace(depth=64, programs=programs)
+        on_device = codes.to(self.device), weight.to(self.device)
+        found = thin_product(
+            *on_device, scales.to(self.device), weight_scales.to(self.device), torch.float32, tiles, tiled=True
+        ).cpu()
+        by_segment = codes.double() * scales.double().repeat_interleave(128, 1)[:, :depth]
+        by_tile = weight_scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:columns, :depth]
+        wanted = (by_segment @ (weight.double() * by_tile).t()).float()
+        torch.testing.assert_close(found, wanted, rtol=0, atol=self.fp8_error * float(wanted.abs().max()))
+
 
 if INTERPRETED:
 
