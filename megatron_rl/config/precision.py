@@ -144,8 +144,11 @@ def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         return
     if config.rollout.rl_inference_engine == "mcore":
         yield "transformer_impl", "with --rl-inference-engine mcore is not built: it was never tried; use rollout"
-    if config.model.num_experts is not None:
-        yield "transformer_impl", "with --num-experts is not built; use --transformer-impl local"
+    if config.model.num_experts is not None and not config.model.moe_grouped_gemm:
+        yield "transformer_impl", (
+            "with --num-experts needs --moe-grouped-gemm: its experts are one product; add it, or use "
+            "--transformer-impl local"
+        )
 
 
 def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:

@@ -165,6 +165,12 @@ def _notes_on_values(config: RLConfig) -> Iterator[str]:
     graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
     if graphed and config.rollout.rl_inference_engine == "mcore":
         yield "--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs"
+    in_fp8 = config.precision.fp8_format is not None and kernels.transformer_impl == "transformer_engine"
+    if graphed and in_fp8 and config.model.num_experts and quantization.rl_rollout_quantization == "none":
+        yield (
+            "--enable-cuda-graph has no effect: fp8 products of Transformer Engine's experts ask the host how many "
+            "tokens each has; rollouts with --rl-rollout-quantization fp8 have graphs"
+        )
     if config.precision.fp8_format is not None and quantization.rl_train_forward == "quantized":
         yield (
             f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "

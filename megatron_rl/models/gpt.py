@@ -26,7 +26,6 @@ from megatron_rl.models.attention.plan import Ropes
 from megatron_rl.models.attention.rotation import rope_tables
 from megatron_rl.models.attention.selection import Attention, checked_attention, requirements_of
 from megatron_rl.models.blocks import BLOCKS
-from megatron_rl.models.blocks.dense import GatedMLP
 from megatron_rl.models.expert_ops import quick_gelu
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters, refuse_buffers
 from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
@@ -244,9 +243,6 @@ def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLay
         scale_embedding(gpt, settings)
     if gpt.post_process and layout.head == "value":
         gpt.output_layer = ValueHead(settings)
-    if settings.transformer_impl == "transformer_engine":  # other layers have blocks
-        for layer in gpt.decoder.layers:
-            layer.mlp.__class__ = GatedMLP
     return gpt
 
 

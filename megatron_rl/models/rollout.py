@@ -102,10 +102,13 @@ class RolloutLayer(TransformerLayer):
         self._readers = tuple(module.reader and getattr(module, module.reader) for module in blocks.values())
         self._has_post_norms = kind.post_norms
 
-    def forward(self, *args: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
-        """Run megatron's layer; the MLP is told of a `PackedPlan`."""
-        with self.mlp.told(packed_seq_params):
-            return super().forward(*args, packed_seq_params=packed_seq_params, **settings)
+    def forward(
+        self, *args: Any, packed_seq_params: Any = None, inference_context: Any = None, **settings: Any
+    ) -> Any:
+        """Run megatron's layer; the MLP is told of the `PackedPlan` or, in Transformer Engine's, `RolloutPlan`."""
+        plans = {"packed_seq_params": packed_seq_params, "inference_context": inference_context}
+        with self.mlp.told(packed_seq_params if inference_context is None else inference_context):
+            return super().forward(*args, **plans, **settings)
 
     def decode(
         self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,22 +63,31 @@ def block_spec(config: TransformerConfig, kinds: Sequence[LayerKind]) -> Transfo
 
 
 def _engine_layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
-    """One decoder layer of Transformer Engine, with our attention.
+    """One decoder layer of Transformer Engine, with our attention and our experts around its grouped products.
 
-    The norms before attention and MLP are part of the products that follow them (``linear_qkv.layer_norm_weight``);
-    checkpoints and Hugging Face files know both spellings, see `own_name`.
+    The norms before attention and a dense MLP are part of the products that follow them
+    (``linear_qkv.layer_norm_weight``), the one before experts is not; checkpoints and Hugging Face files know both
+    spellings, see `own_name`.
 
     Raises:
         ConfigError: megatron-core found no Transformer Engine that it can use, or the layer is not Llama's.
     """
-    if kind != PLAIN:
+    if dataclasses.replace(kind, mlp="dense") != PLAIN or kind.mlp not in ("dense", "experts"):
         raise ConfigError([f"--transformer-impl transformer_engine: its layers are none of {kind}; use local"])
     if not gpt_layer_specs.HAVE_TE:
         raise ConfigError([
             "--transformer-impl transformer_engine: megatron-core cannot import Transformer Engine; python -c 'import "
             "megatron.core.extensions.transformer_engine_spec_provider' says why, or use --transformer-impl local"
         ])
-    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm, **BLOCKS.get(kind.mlp).stock(config)
+    )
+    spec.module, spec.params = RolloutLayer, {"kind": kind}
+    spec.submodules.sharded_state_dict_keys_map = dict(_NORMS_IN_CHECKPOINTS)
+    if kind.mlp == "experts":
+        from megatron_rl.models.engine_experts import EngineExperts
+
+        submodules_of(spec.submodules.mlp).experts = EngineExperts
     attention = spec.submodules.self_attention
     attention.module = PlannedSelfAttention
     # The plan attends. What stands here is not called, and must have no state that the other layers lack.

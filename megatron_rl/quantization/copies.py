@@ -101,12 +101,22 @@ def weight_of(module: torch.nn.Module, expert: int | None = None) -> torch.Tenso
     return weight if adapter is None else adapter.merged(weight, expert)
 
 
+def runs_quantized(module: torch.nn.Module) -> bool:
+    """Return whether a linear, or a stack, multiplies by its copy now."""
+    return isinstance(_copy_of(module), QuantizedLinear | QuantizedStack)
+
+
+def _copy_of(module: torch.nn.Module) -> Any:
+    """What stands in for the module's forward; others than copies do, too."""
+    return getattr(vars(module).get("forward"), "__self__", None)
+
+
 def taken_apart(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weight [N, K] and ``tokens`` [..., K] whose product ``module`` computes now, with its copy if used.
 
     For whoever multiplies them in another order. Of tensor-parallel ranks each has its own rows.
     """
-    layer = getattr(vars(module).get("forward"), "__self__", None)
+    layer = _copy_of(module)
     if isinstance(layer, QuantizedLinear):
         weight = layer.recipe.dequantize(layer.weight).to(tokens.dtype)
         return weight, layer.recipe.round_trip(tokens, layer.weight)
@@ -266,7 +276,7 @@ def packing_for(module: torch.nn.Module) -> Packing | None:
 
     None where it is not quantised, has to be given numbers, or is watched: hooks see numbers.
     """
-    layer = getattr(vars(module).get("forward"), "__self__", None)
+    layer = _copy_of(module)
     if module._forward_hooks or module._forward_pre_hooks:
         return None
     if isinstance(layer, QuantizedStack):

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 ENGINE = {"transformer_impl": "transformer_engine"}
 SIZES = {"hidden_size": 256, "ffn_hidden_size": 512}
 """Blockwise products want multiples of 128."""
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 256, "qk_layernorm": True}
 
 
 def _batch(policy, lengths):
@@ -70,14 +71,51 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: Parallel
         assert best.tolist() == list(answer)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_experts_have_the_log_probs_and_gradients_of_local_layers(
+    one_rank: ParallelGroups, tmp_path: Path, bf16: bool
+) -> None:
+    """Of most tokens: at a near tie another rounding is another expert."""
+    from megatron_rl.checkpoint.saving import SaveAttempt
+    from megatron_rl.checkpoint.tensors import load, save_tensors
+    from megatron_rl.trainer.scoring import Scorer
+
+    shape = {"bf16": bf16, **EXPERTS, **SIZES}
+    local, other = tiny_policy(tiny_config(**shape)), tiny_policy(tiny_config(**shape, **ENGINE), seed=2)
+    with SaveAttempt(tmp_path, is_main=True).collective_part():
+        save_tensors(tmp_path, local, None)
+    load(tmp_path, other)
+    batch, found = _batch(local, (40, 3, 17)), []
+    for policy in (local, other):
+        scorer = Scorer(policy, one_rank, 1.0)
+        logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
+        logprobs.sum().backward()
+        stacks = [layer.mlp.experts.linear_fc1.weight.grad for layer in policy.layers]
+        found.append((logprobs.detach(), torch.stack(stacks).float()))
+    (ours, our_gradient), (theirs, their_gradient) = found
+    assert (ours - theirs).abs().median() < (0.05 if bf16 else 5e-3)
+    cosine = torch.nn.functional.cosine_similarity(our_gradient.flatten(), their_gradient.flatten(), 0)
+    assert cosine > (0.95 if bf16 else 0.99)
+
+
+@pytest.mark.parametrize("fp8", [{}, {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}])
+def test_rollouts_of_experts_agree_with_a_full_forward_pass(one_rank: ParallelGroups, fp8: dict[str, str]) -> None:
+    policy = tiny_policy(tiny_config(bf16=True, **fp8, **ENGINE, **EXPERTS, **SIZES))
+    gap = _trainer_logprobs(policy, _generate(policy, greedy=False), one_rank)
+    assert gap.mean() < 0.05
+
+
+@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGroups, recipe: str) -> None:
+def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(
+    one_rank: ParallelGroups, recipe: str, shape: dict[str, object]
+) -> None:
     """13 tokens: no multiple of what fp8 products want. A larger learning rate overshoots, in bf16 too."""
     from megatron_rl.trainer.optimizer import Optimization
     from megatron_rl.trainer.scoring import Scorer
     from megatron_rl.trainer.update import update
 
-    config = tiny_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe, lr=1e-4, **ENGINE, **SIZES)
+    config = tiny_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe, lr=1e-4, **ENGINE, **SIZES, **shape)
     policy = tiny_policy(config)
     optimization, scorer = Optimization(policy, config), Scorer(policy, one_rank, 1.0)
     batch = _batch(policy, (9, 4))

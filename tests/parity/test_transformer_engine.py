@@ -24,7 +24,7 @@ def report() -> dict[str, Any]:
 
 def test_the_layers_are_transformer_engines_with_our_attention(report: dict[str, Any]) -> None:
     modules = set(report["same"]["modules"])
-    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "PlannedSelfAttention"} <= modules
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "HeadAttention"} <= modules
     assert not {"ColumnParallelLinear", "WholeColumnLinear", "TorchNorm", "TEDotProductAttention"} & modules
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in report["same"]["parameters"]
 

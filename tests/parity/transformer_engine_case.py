@@ -40,15 +40,17 @@ from tests.support.toy import toy_run
 
 ENGINE = {"transformer_impl": "transformer_engine"}
 FP8 = {**ENGINE, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "blockwise"}
+INT8 = {"rl_rollout_quantization": "int8"}
 
 
 def on_rank() -> dict[str, Any]:
     """Everything that can be compared, as numbers."""
     single_thread()
     groups = initialize(tiny_config().parallel, current_platform())
-    report = {"same": _same_model(groups), "fp8": _fp8(groups), "hf": _hugging_face(groups), "steps": _steps(groups)}
+    report = {"same": _same_model(groups), "fp8": fp8(groups), "hf": hugging_face(groups, "qwen2")}
+    report["steps"] = steps(groups, STEPS)
     recipes = ("int8", "int8_smooth", "fp8_block_pow2")
-    report["quantised"] = {recipe: _quantised(groups, recipe) for recipe in recipes}
+    report["quantised"] = {recipe: quantised(groups, recipe) for recipe in recipes}
     shut_down()
     return report
 
@@ -78,7 +80,7 @@ def on_stages(parallel: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]
     return stage_programs.roll_out(parallel, cases)
 
 
-def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:
+def gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:
     scorer = Scorer(policy, groups, 1.0)
     scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs.sum().backward()
     return {name: parameter.grad for name, parameter in policy.gpt.named_parameters()}
@@ -94,12 +96,12 @@ def _same_model(groups: ParallelGroups) -> dict[str, Any]:
                 parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
     requests = ragged_requests(4, num_samples=2, max_new_tokens=12, greedy=True)
     with tempfile.TemporaryDirectory() as folder:
-        save_tensors(_made(folder, "weights"), local, None)
+        save_tensors(made(folder, "weights"), local, None)
         load(Path(folder, "weights"), other)
         torch_format_report = _torch_format(local, groups, Path(folder))
         completions = [generate(policy, rollout_engine(policy), requests) for policy in (local, other)]
         batch = packed(requests, completions[0])
-        ours, theirs = (_gradients(policy, groups, batch) for policy in (local, other))
+        ours, theirs = (gradients(policy, groups, batch) for policy in (local, other))
         report: dict[str, Any] = {
             "modules": sorted({type(m).__name__ for m in other.gpt.decoder.layers.modules()}),
             "parameters": sorted(theirs),
@@ -126,7 +128,7 @@ def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> d
     return {"by_name": same and torch.equal(ours[weight], theirs[weight])}
 
 
-def _made(folder: str | Path, name: str) -> Path:
+def made(folder: str | Path, name: str) -> Path:
     directory = Path(folder, name)
     directory.mkdir()
     return directory
@@ -138,13 +140,13 @@ def _resumed(other: PolicyModel, local: PolicyModel, groups: ParallelGroups, fol
     third = tiny_policy(seed=4)
     optimizations = [Optimization(other, tiny_config(**ENGINE, **flags))]
     optimizations += [Optimization(policy, tiny_config(**flags)) for policy in (local, third)]
-    _step(optimizations[0], seed=1)
-    save_tensors(_made(folder, "all"), other, optimizations[0])
+    step(optimizations[0], seed=1)
+    save_tensors(made(folder, "all"), other, optimizations[0])
     load(folder / "all", local, optimizations[1])
     directory = write_ours(folder, RunState(step=2), optimizations[0], groups)
     load_rank_files(directory, third, groups, optimizations[2])
     for optimization in optimizations:
-        _step(optimization, seed=2)
+        step(optimization, seed=2)
     pairs = {
         "output_layer.weight": "output_layer.weight",
         "decoder.layers.1.pre_mlp_layernorm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
@@ -157,18 +159,18 @@ def _resumed(other: PolicyModel, local: PolicyModel, groups: ParallelGroups, fol
     }
 
 
-def _step(optimization: Optimization, seed: int) -> None:
+def step(optimization: Optimization, seed: int) -> None:
     """With gradients that depend on a parameter's shape only."""
     optimization.zero_grad()
-    for parameter in optimization.policy.parameters():
+    for parameter in filter(lambda each: each.requires_grad, optimization.policy.parameters()):
         generator = torch.Generator().manual_seed(seed)
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
     optimization.step()
 
 
-def _fp8(groups: ParallelGroups) -> dict[str, Any]:
+def fp8(groups: ParallelGroups, **shape: Any) -> dict[str, Any]:
     """Rollouts, scores and gradients through fp8 products, of numbers of tokens that are multiples of nothing."""
-    policy, plain = tiny_policy(tiny_config(**FP8)), tiny_policy(tiny_config(**ENGINE, bf16=True))
+    policy, plain = tiny_policy(tiny_config(**FP8, **shape)), tiny_policy(tiny_config(**ENGINE, **shape, bf16=True))
     requests = ragged_requests(6, num_samples=1, max_new_tokens=9)
     engine = rollout_engine(policy)
     batch = packed(requests, generate(policy, engine, requests))
@@ -179,18 +181,18 @@ def _fp8(groups: ParallelGroups) -> dict[str, Any]:
         "tokens": odd.samples.token_ids.numel(),
         "gap": gaps(policy, groups, batch, 1.0).mean().item(),
         "gap_of_bf16": gaps(plain, groups, batch, 1.0).mean().item(),
-        "finite": all(bool(grad.isfinite().all()) for grad in _gradients(policy, groups, odd).values()),
+        "finite": all(bool(grad.isfinite().all()) for grad in gradients(policy, groups, odd).values()),
     }
     before = Scorer(policy, groups, 1.0).logprobs([batch])[0]
     with torch.no_grad():
-        policy.gpt.decoder.layers[0].mlp.linear_fc1.weight.mul_(-1)
+        next(parameter for name, parameter in policy.gpt.named_parameters() if "linear_fc1.weight" in name).mul_(-1)
     after = Scorer(policy, groups, 1.0).logprobs([batch])[0]
     return report | {"moved": (after - before).abs().max().item()}
 
 
-def _quantised(groups: ParallelGroups, recipe: str) -> dict[str, Any]:
+def quantised(groups: ParallelGroups, recipe: str, **shape: Any) -> dict[str, Any]:
     """8-bit rollouts on both kinds of layers with the same weights, before and after a change of these."""
-    local, other = quantizable_policy(), tiny_policy(tiny_config(**ENGINE), seed=2)
+    local, other = quantizable_policy(**shape), tiny_policy(tiny_config(**ENGINE, **shape), seed=2)
     report: dict[str, Any] = {"tokens": [], "gap": 0.0}
     copies, audits = [], []
     for policy in (local, other):
@@ -199,7 +201,7 @@ def _quantised(groups: ParallelGroups, recipe: str) -> dict[str, Any]:
     for by in (0.0, 0.3):
         disturb(local, by)
         with tempfile.TemporaryDirectory() as folder:
-            save_tensors(_made(folder, "weights"), local, None)
+            save_tensors(made(folder, "weights"), local, None)
             load(Path(folder, "weights"), other)
         batches = []
         for policy, quantization in zip((local, other), copies, strict=True):
@@ -214,28 +216,32 @@ def _quantised(groups: ParallelGroups, recipe: str) -> dict[str, Any]:
     return report
 
 
-def _steps(groups: ParallelGroups) -> dict[str, list[dict[str, float]]]:
+STEPS = {
+    "bf16": {"bf16": True}, "fp8": FP8, "int8": INT8 | {"bf16": True},
+    "aligned": INT8 | {"rl_train_forward": "quantized"}, "fp8 with int8": FP8 | INT8,
+}  # fmt: skip
+
+
+def steps(groups: ParallelGroups, cases: Mapping[str, Mapping[str, Any]], **shape: Any) -> dict[str, Any]:
     """Whole steps of a run; the gap of later ones says whether rollouts and scores use the weights of the updates."""
-    steps = {}
-    int8 = {**ENGINE, "rl_rollout_quantization": "int8"}
-    cases = {"bf16": {**ENGINE, "bf16": True}, "fp8": FP8, "int8": int8 | {"bf16": True}}
-    cases |= {"aligned": int8 | {"rl_train_forward": "quantized"}, "fp8 with int8": FP8 | int8}
+    found = {}
     for name, flags in cases.items():
-        run = toy_run(tiny_config(use_distributed_optimizer=True, **flags), groups)
+        config = tiny_config(groups.world_size, use_distributed_optimizer=True, **ENGINE | shape | dict(flags))
+        run = toy_run(config, groups)
         try:
-            steps[name] = [rl_step(run, number).metrics for number in (1, 2, 3)]
+            found[name] = [rl_step(run, number).metrics for number in (1, 2, 3)]
         finally:
             run.closing.close()
-    return steps
+    return found
 
 
-def _hugging_face(groups: ParallelGroups) -> dict[str, Any]:
+def hugging_face(groups: ParallelGroups, family: str, **changes: Any) -> dict[str, Any]:
     """Load one directory into both kinds of layers, save the model of Transformer Engine's again."""
     settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "vocab_size": 40, "tie_word_embeddings": False}  # fmt: skip
+                "num_key_value_heads": 2, "vocab_size": 40, "tie_word_embeddings": False, **changes}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "source"), Path(folder, "target")
-        write_model(source, "qwen2", settings)
+        write_model(source, family, settings)
         model, scores = read_model(source), []
         batch = batch_of(40, (9, 5))
         for flags in ({}, ENGINE):

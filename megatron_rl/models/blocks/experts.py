@@ -39,6 +39,8 @@ class ExpertLayer(Block, MoELayer):
     }  # fmt: skip
     routing: Routing | None
     """What rollouts chose, and what training is to use; see `replay_routing`."""
+    _rollout: RolloutPlan | None = None
+    """Of the forward pass, where a rollout calls the layer by it: Transformer Engine's."""
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
@@ -73,13 +75,26 @@ class ExpertLayer(Block, MoELayer):
 
     @contextlib.contextmanager
     def told(self, plan: Any) -> Iterator[None]:
-        """Tell the router of the experts and of the losses of a `PackedPlan`, inside the block."""
+        """Tell the router of the experts and of the losses of a `PackedPlan`, inside the block.
+
+        With a `RolloutPlan` a forward pass is a `decode`.
+        """
         given = getattr(plan, "routing", None)
         with contextlib.ExitStack() as told:
+            told.callback(setattr, self, "_rollout", None)
+            self._rollout = plan if hasattr(plan, "ops") else None
             told.enter_context(self.router.told(getattr(plan, "balance", None)))
             if self.routing is not None:
                 told.enter_context(self.routing.given(None if given is None else given[self.layer_number]))
             yield
+
+    def forward(
+        self, hidden_states: torch.Tensor, *given: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run megatron's layer in training, [T, 1, hidden] to the same and no bias."""
+        if self._rollout is None:
+            return super().forward(hidden_states, *given, **named)
+        return self.decode(hidden_states[:, 0], self._rollout).output[:, None], None
 
     def decode(self, normed: torch.Tensor, plan: RolloutPlan) -> Pending:
         output = self._decoded(normed, plan)
@@ -139,6 +154,8 @@ class SharedExperts(SharedExpertMLP, GatedMLP):
 
     def decode(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
         """Run `forward` on a rollout's tokens, [T, hidden]."""
+        if self.config.transformer_impl == "transformer_engine":  # whose products want [T, 1, hidden]
+            return self.forward(tokens[:, None])[:, 0]
         inner, _ = call_linear(self.linear_fc1, tokens)
         output, _ = call_linear(self.linear_fc2, plan.ops.activate(inner, self.config, self.linear_fc2))
         return output * functional.linear(tokens, self.gate_weight).sigmoid() if self.use_shared_expert_gate else output
@@ -157,6 +174,8 @@ class GroupedExperts(MegatronModule):
 
     On a CPU the same bits, forward and backward. In checkpoints and by name experts stay single: see `parts`.
     """
+
+    linear: type[StackedLinear] = StackedLinear
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
         """Newer versions of megatron give the layer's name as well."""
@@ -179,7 +198,7 @@ class GroupedExperts(MegatronModule):
             blocks = self._halves if cut == 1 else 1
             weight = parameter(rows, columns, cut=cut, blocks=blocks)
             bias = parameter(rows, cut=1, blocks=blocks) if config.add_bias_linear else None
-            return StackedLinear(weight, self.tensor_group, "columns" if cut == 1 else "rows", bias)
+            return self.linear(weight, self.tensor_group, "columns" if cut == 1 else "rows", bias)
 
         self.linear_fc1 = stacked(self._halves * width, config.hidden_size, cut=1)
         """[experts, gate and up, hidden]."""

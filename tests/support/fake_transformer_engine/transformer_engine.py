@@ -1,8 +1,9 @@
 """As much of Transformer Engine as megatron-core builds layers from, in plain torch, for CPUs.
 
-It has the names, the parameters, the shapes it refuses and the caching of fp8 weights of the real one (2.3), so that
-what is around its layers can be tested. Its fp8 rounds both operands to E4M3 with a scale a row, whatever the
-recipe. It says nothing about the real kernels. Put this folder on ``sys.path`` before megatron-core is imported.
+It has the names, the parameters, the shapes it refuses and the caching of fp8 weights of the real one (2.3; of its
+grouped linear those that 2.3 and 2.20 share), so that what is around its layers can be tested. Its fp8 rounds both
+operands to E4M3 with a scale a row, whatever the recipe. It says nothing about the real kernels. Put this folder on
+``sys.path`` before megatron-core is imported.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ __path__: list[str] = []  # a package, whose modules are made below
 
 RECIPES: list[Any] = []
 """Every recipe that ``fp8_autocast`` was entered with."""
+
+GROUPED: list[tuple[bool, tuple[int, ...]]] = []
+"""Of every grouped product: whether it was in fp8, and the rows of its parts."""
+
+PADDED: list[int] = []
+"""Of every padding: the number of products that it is for."""
 
 
 class Format(enum.Enum):
@@ -135,20 +142,55 @@ class RMSNorm(torch.nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Fp8Padding(torch.nn.Module):
-    """Rows to multiples of 16."""
-
-    def __init__(self, num_gemms: int) -> None:
+class GroupedLinear(torch.nn.Module):
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
+        get_rng_state_tracker: Any = None, rng_tracker_name: str | None = None, init_method: Any = None,
+        bias: bool = True, return_bias: bool = False, params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None, device: Any = "cuda", ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False, ub_name: str | None = None, delay_wgrad_compute: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        assert not bias and tp_size == 1, "the fake has neither biases nor tensor-parallel ranks"
+        self.num_gemms, self.in_features = num_gemms, in_features
+        for number in range(num_gemms):
+            values = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(values))
+            torch.nn.init.normal_(values) if init_method is None else init_method(values)
+        self._kept: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, list[int]]:
-        missing = -splits[0] % 16
-        return (functional.pad(x, (0, 0, 0, missing)) if missing else x), [splits[0] + missing]
+    def forward(self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> torch.Tensor:
+        assert len(m_splits) == self.num_gemms and sum(m_splits) == len(inp)
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        GROUPED.append((FP8GlobalStateManager.is_fp8_enabled(), tuple(m_splits)))
+        if FP8GlobalStateManager.is_fp8_enabled():
+            assert not any(rows % 16 for rows in m_splits) and inp.shape[-1] % 16 == 0, f"fp8 of {m_splits}: not padded"
+            if is_first_microbatch is None or is_first_microbatch or not self._kept:
+                self._kept = [_rounded(weight) for weight in weights]
+            inp, weights = _rounded(inp), self._kept
+        return torch.cat([rows @ weight.t() for rows, weight in zip(inp.split(m_splits), weights, strict=True)])
+
+
+class Fp8Padding(torch.nn.Module):
+    """The rows of each product to multiples of 16."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+
+    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        assert len(m_splits) == self.num_gemms and FP8GlobalStateManager.is_fp8_enabled()
+        PADDED.append(self.num_gemms)
+        padded = [-(-rows // 16) * 16 for rows in m_splits]
+        parts = zip(inp.split(m_splits), m_splits, padded, strict=True)
+        return torch.cat([functional.pad(part, (0, 0, 0, more - rows)) for part, rows, more in parts]), padded
 
 
 class Fp8Unpadding(Fp8Padding):
-    def forward(self, x: torch.Tensor, splits: list[int]) -> torch.Tensor:
-        return x[: splits[0]]
+    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+        padded = [-(-rows // 16) * 16 for rows in m_splits]
+        return torch.cat([part[:rows] for part, rows in zip(inp.split(padded), m_splits, strict=True)])
 
 
 class _Absent(torch.nn.Module):
@@ -176,7 +218,7 @@ pytorch = _module(
     "pytorch",
     Linear=Linear,
     LayerNormLinear=LayerNormLinear,
-    GroupedLinear=_Absent,
+    GroupedLinear=GroupedLinear,
     DotProductAttention=_Absent,
     RMSNorm=RMSNorm,
     LayerNorm=_Absent,

@@ -66,6 +66,15 @@ def test_graph_flags_are_noted_where_they_do_nothing(config):
     assert line.startswith("--cuda-graph-impl transformer_engine has no effect")
 
 
+def test_graphs_of_transformer_engines_experts_need_quantised_rollouts(config):
+    fp8 = {"transformer_impl": "transformer_engine", "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+    experts = {"num_experts": "4", "disable_bias_linear": True, "enable_cuda_graph": True}
+    (line,) = notes(resolve(config(**fp8, **experts), 1))
+    assert line.startswith("--enable-cuda-graph has no effect: fp8 products of Transformer Engine's experts")
+    assert notes(resolve(config(**fp8, **experts, rl_rollout_quantization="fp8"), 1)) == []
+    assert notes(resolve(config(**fp8, enable_cuda_graph=True), 1)) == []
+
+
 def test_notes_do_not_deny_that_layers_of_transformer_engine_are_built(config):
     """They are, with --transformer-impl transformer_engine; graphs of them are not."""
     (graphs,) = notes(config(cuda_graph_impl="transformer_engine", transformer_impl="transformer_engine"))

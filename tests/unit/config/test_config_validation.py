@@ -103,8 +103,8 @@ ONE_PROBLEM = [
     ({"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 1, ["delayed", "refused", "--fp8-recipe blockwise"]),
     ({**ENGINE, "rl_inference_engine": "mcore"}, 1, ["--rl-inference-engine mcore", "never tried", "use rollout"]),
     (
-        {**ENGINE, "num_experts": "4", "disable_bias_linear": True}, 1,
-        ["transformer_engine with --num-experts", "--transformer-impl local"],
+        {**ENGINE, "num_experts": "4", "disable_bias_linear": True, "no_moe_grouped_gemm": True}, 1,
+        ["transformer_engine with --num-experts needs --moe-grouped-gemm", "--transformer-impl local"],
     ),
     ({**ENGINE, "bf16": True, "fp8_recipe": "tensorwise"}, 1, ["--fp8-recipe tensorwise needs --fp8-format e4m3"]),
     (
@@ -315,7 +315,7 @@ def test_sections_can_be_replaced_in_code(config):
 def test_fp8_of_transformer_engine_is_no_aligned_training(problems):
     """The same flags on local layers quantise the rollouts; there they must leave them as they are."""
     engine = {**ENGINE, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
-    assert problems(**engine) == []
+    assert problems(**engine) == problems(**engine, num_experts="4", disable_bias_linear=True) == []
     flags = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
     local = resolve(parse_config(flags), 1).quantization
     other = resolve(parse_config([*flags, "--transformer-impl", "transformer_engine"]), 1).quantization
