@@ -34,6 +34,8 @@ class PrecisionConfig:
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = flag(None)
     """Scaling of fp8 training: blockwise, a power-of-two scale per tile of 128 x 128; tensorwise, one scale per tensor,
     with transformer_engine only. The others are refused."""
+    fp8_param_gather: bool = flag(False)
+    """Not supported; parameters stay in bf16, and every forward pass of fp8 training quantizes them."""
     use_precision_aware_optimizer: bool = flag(False)
     """Keep Adam's moments in --exp-avg-dtype and --exp-avg-sq-dtype. Needs --use-distributed-optimizer."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32")
@@ -81,6 +83,11 @@ def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     form, recipe = config.precision.fp8_format, config.precision.fp8_recipe
     if config.precision.fp16:
         yield "fp16", "is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
+    if config.precision.fp8_param_gather:
+        yield "fp8_param_gather", (
+            "is not built: parameters are bf16, with fp32 main parameters; leave it out, and use --fp8-format with "
+            "--fp8-recipe for fp8 products"
+        )
     if form is None and recipe is None:
         return
     engine = config.kernels.transformer_impl == "transformer_engine"

@@ -97,6 +97,7 @@ ONE_PROBLEM = [
         ["--rl-sequence-packing-bin-size 100 ", "128 tokens", "at least 128"],
     ),
     ({"fp16": True}, 1, ["--fp16 is refused", "use --bf16"]),
+    ({"fp8_param_gather": True}, 1, ["--fp8-param-gather is not built", "use --fp8-format with --fp8-recipe"]),
     ({"fp8_format": "e4m3"}, 1, ["--fp8-format e4m3 needs --fp8-recipe blockwise"]),
     ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise needs --fp8-format e4m3"]),
     ({"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, 1, ["hybrid", "refused", "--fp8-format e4m3"]),
