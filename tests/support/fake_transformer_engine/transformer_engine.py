@@ -133,10 +133,16 @@ class LayerNormLinear(_Product):
 
 
 class RMSNorm(torch.nn.Module):
-    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, **unused: Any) -> None:
+    def __init__(
+        self, normalized_shape: int | None = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None,
+        **unused: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
+        # megatron-core 0.16.1 gives the old name, 0.19.2 the new one.
+        width = hidden_size if normalized_shape is None else normalized_shape
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
