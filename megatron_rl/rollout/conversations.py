@@ -208,7 +208,11 @@ class Conversations:
                 asked, sample, before, before, before.num_turns, talk.state, reply, list(talk.earned)
             )
             self._open[asked.index, sample] = conversation
-            engine.submit(replace(self._next_turn(conversation), so_far=(turn,)))
+            asked_now = self._next_turn(conversation)
+            if turn.finish_reason is None:
+                engine.submit(replace(asked_now, so_far=(turn,)))
+            else:  # stopping the engine completed it, and nobody has judged it
+                self.add_turn(asked_now, (turn,))
 
     def _keep_graded(self, request: Request) -> None:
         asked = replace(request, so_far=(), talks=())

@@ -243,10 +243,10 @@ class _Samples:
         for request in new:
             if request.index in calling:
                 harnesses.start(request)
+            elif any(talk.ended is None for talk in request.talks):
+                conversations.resume(request, self.engine)
             elif request.is_generated:
                 generated.append((request, request.so_far))
-            elif request.talks:
-                conversations.resume(request, self.engine)
             else:
                 hints = replace(request.hints, goes_on=conversations.goes_on(request))
                 self.engine.submit(replace(request, hints=hints))

@@ -41,6 +41,7 @@ class OneTokenAStep(QueuedEngine):
         self._drawn: dict[int, list[Completion]] = {}
 
     def submit(self, request: Request) -> None:
+        assert not request.is_generated, "nothing is left to draw"
         super().submit(request)
         nothing = Completion((), (), None, self.version)
         self._drawn[id(request)] = list(request.so_far or (nothing,) * request.num_samples)
@@ -79,6 +80,18 @@ class OneTokenAStep(QueuedEngine):
         return left
 
 
+class ReadsLate(OneTokenAStep):
+    """Has drawn a token of every sample that `step` has not told of, like an engine that plans while it draws."""
+
+    def interrupt(self) -> list[Request]:
+        complete = [replace(request, so_far=completions) for request, completions in self.step()]
+        self.completed_by_stopping += sum(request.place.turn > 0 for request in complete)
+        return complete + super().interrupt()
+
+    completed_by_stopping = 0
+    """Turns after the first."""
+
+
 class Run:
     """Steps of a collector; ``delays`` are what the environment waits before its answers.
 
@@ -88,12 +101,12 @@ class Run:
 
     def __init__(
         self, groups: ParallelGroups, delays: Sequence[float], turns: int = 4, dynamic: DynamicSampling | None = None,
-        **settings: object,
+        engine: Engine | None = None, **settings: object,
     ) -> None:  # fmt: skip
         self._delays, self._turns, self.judged = delays, turns, 0
         pool = TaskPool("talk", [Task(str(number), "ab") for number in range(TASKS)], 1.0)
         self.source = PromptSource([pool], lambda *_: (A, B), 8, seed=1)
-        self.engine: Engine = OneTokenAStep()
+        self.engine: Engine = engine or OneTokenAStep()
         conversations = ConversationSettings({"talk": turns}, 60)
         self.rollouter = Rollouter(
             self.engine, toy_tokenizer(), groups, self._answer, StopRequest(), 0.0, conversations

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.inference.engine import Engine
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.trace import divided, extended
 from megatron_rl.types import Completion
-from tests.support.partial_steps import END, LAG, WANTED, A, B, Run, X, resume, saved
+from tests.support.partial_steps import END, LAG, WANTED, A, B, ReadsLate, Run, X, resume, saved
 
 STEPS = 7
 
@@ -18,8 +19,8 @@ STEPS = 7
 def runs(one_rank: ParallelGroups):
     made: list[Run] = []
 
-    def make(*delays: float) -> Run:
-        made.append(Run(one_rank, delays))
+    def make(*delays: float, engine: Engine | None = None) -> Run:
+        made.append(Run(one_rank, delays, engine=engine))
         return made[-1]
 
     yield make
@@ -65,6 +66,26 @@ def test_what_waited_is_said_as_if_it_had_not(runs) -> None:
         assert versions == sorted(set(versions))
         assert sum(count for _, count in completion.stretches) == len(completion.token_ids)
         assert versions[-1] - versions[0] <= LAG
+
+
+def test_a_turn_that_stopping_the_engine_has_completed_is_judged_in_the_next_step(runs) -> None:
+    """Which groups wait changes, as they are a token further; what is said in the end does not."""
+    plain, late = runs(0.0), runs(0.004, 0.0, engine=ReadsLate())
+    said: list[dict[str, object]] = []
+    for run in plain, late:
+        steps = [run.step(version) for version in range(STEPS)]
+        assert sum(len(step.drawn) for step in steps) + len(steps[-1].unfinished) == sum(s.started for s in steps)
+        groups = [group for step in steps for group in step.answered.values()]
+        said.append({
+            group.source.task.id: [
+                (r.completion.token_ids, r.completion.environment_spans, r.completion.turn_rewards, r.grade)
+                for r in group.rollouts
+            ] for group in groups
+        })  # fmt: skip
+    common = said[0].keys() & said[1].keys()
+    assert len(common) > STEPS
+    assert {name: said[0][name] for name in common} == {name: said[1][name] for name in common}
+    assert late.engine.completed_by_stopping > 0
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(runs) -> None:
