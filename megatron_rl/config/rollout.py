@@ -100,8 +100,8 @@ class RolloutConfig:
     rl_stop_strings: tuple[str, ...] = flag(())
     """Strings that end a completion, e.g. '</answer>'. A special token is matched by its id."""
     rl_decode_steps_per_sync: int = flag(8, ge=1)
-    """Decode steps between two checks on the host of which completions have finished. On a CPU the engine takes fewer
-    if completions end often."""
+    """Decode steps between two checks on the host of which completions have finished. On a GPU it checks before the
+    last quarter, and plans meanwhile. On a CPU the engine takes fewer if completions end often."""
     inference_max_batch_size: int | None = flag(
         None, ge=1, le=100_000, aliases=("--inference-max-requests",), derived=_decoded_at_once
     )

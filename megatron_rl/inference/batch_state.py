@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as ListOf
+from typing import NamedTuple
 
 import torch
 
 from megatron_rl.arithmetic import uniform
 from megatron_rl.inference.sampler import MOST_SCORED, SamplingModes, SamplingTensors
 from megatron_rl.inference.sequence import Sequence
+from megatron_rl.platform.device import to_device
 from megatron_rl.types import FinishReason, SamplingParams, TokenScore
 
 
@@ -51,23 +54,26 @@ class BatchState:
 
     def begin(self, sequences: ListOf[Sequence], rows: torch.Tensor) -> None:
         """Start ``sequences`` in their ``rows`` [N]: their prompts are in the cache, nothing is drawn yet."""
-
-        def column(values: list[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
         params = [sequence.request.sampling for sequence in sequences]
-        lengths = [len(sequence.prefill_ids) for sequence in sequences]
-        drawn = [len(sequence.output_ids) for sequence in sequences]
-        self.position[rows] = column(lengths) - 1
         self.count[rows] = 0
         self.alive[rows] = True
-        self.seed[rows] = column([sequence.seed for sequence in sequences])
-        self.limit[rows] = column([p.max_new_tokens - before for p, before in zip(params, drawn, strict=True)])
-        self.top_k[rows] = column([p.top_k or self.is_stop.numel() for p in params])
-        self.top_p[rows] = column([p.top_p for p in params], torch.float32)
-        self.greedy[rows] = column([p.greedy for p in params], torch.bool)
-        self.temperature[rows] = column([1.0 if p.greedy else p.temperature for p in params], torch.float32)
-        self.min_p[rows] = column([p.min_p for p in params], torch.float32)
+        whole = {
+            "position": [len(sequence.prefill_ids) - 1 for sequence in sequences],
+            "seed": [sequence.seed for sequence in sequences],
+            "limit": [p.max_new_tokens - len(s.output_ids) for p, s in zip(params, sequences, strict=True)],
+            "top_k": [p.top_k or self.is_stop.numel() for p in params],
+            "greedy": [p.greedy for p in params],
+        }
+        real = {
+            "top_p": [p.top_p for p in params],
+            "temperature": [1.0 if p.greedy else p.temperature for p in params],
+            "min_p": [p.min_p for p in params],
+        }
+        for columns, dtype in ((whole, torch.int64), (real, torch.float32)):
+            values = to_device([*columns.values()], self.device, dtype)  # together: each copy is a launch
+            for name, column in zip(columns, values, strict=True):
+                held = getattr(self, name)
+                held[rows] = column.to(held.dtype)
         guides = [sequence.guide for sequence in sequences]
         biases = [guide and guide.bias(s.output_ids) for guide, s in zip(guides, sequences, strict=True)]
         self.set_biases(rows, biases, [guide and guide.divisor for guide in guides])
@@ -168,36 +174,60 @@ class BatchState:
         sequence, whose beginning may be used again. Over blocks a row without a sequence goes on with one key, and not
         with as many as it had.
         """
-        rows = rows if isinstance(rows, slice) else torch.tensor(rows, device=self.device)
+        rows = rows if isinstance(rows, slice) else to_device(rows, self.device)
         self.alive[rows] = False
         if positions is not None:
-            self.position[rows] = torch.tensor(positions, device=self.device)
+            self.position[rows] = to_device(positions, self.device)
         elif self.paged:
             self.position[rows] = 0
 
     def exchange(self, pairs: ListOf[tuple[int, int]]) -> None:
         """Let rows change places, so that what is idle stays idle (compaction)."""
-        source = torch.tensor([row for pair in pairs for row in pair], device=self.device)
-        destination = torch.tensor([row for pair in pairs for row in reversed(pair)], device=self.device)
+        to_and_fro = [row for pair in pairs for row in pair], [row for pair in pairs for row in reversed(pair)]
+        source, destination = to_device(to_and_fro, self.device)
         for buffer in self.buffers:
             buffer[destination] = buffer[source]
 
 
+class Look(NamedTuple):
+    """Which rows have ended as of a moment of the device's work, not read yet."""
+
+    flags: torch.Tensor
+    """[2, rows] int64: whether a row is alive, and its count."""
+    moment: torch.cuda.Event | None
+    """None on a CPU, where it has passed."""
+
+
 class OutputProcessor:
-    """Reads tokens and log-probs of rows, and finds the end of their sequences."""
+    """Reads tokens and log-probs of rows, and finds the end of their sequences.
+
+    On CUDA it reads on a stream of its own, which waits for a `Look` and for nothing that was enqueued behind it.
+    """
 
     def __init__(self, state: BatchState, stop_ids: Collection[int], decode_text: Callable[[ListOf[int]], str]) -> None:
         self._state = state
         self._stop_ids = frozenset(stop_ids)
         self._decode_text = decode_text
+        # With priority: its few small kernels come between those of a decode step, not after them.
+        self._stream = torch.cuda.Stream(state.device, priority=-1) if state.device.type == "cuda" else None
 
-    def finish(self, running: ListOf[Sequence]) -> list[Sequence]:
-        """Read once which sequences have ended: those are finished, and their rows idle."""
+    def look(self, running: ListOf[Sequence]) -> Look:
+        """Note on the device which rows of ``running`` have ended by now."""
         state, height = self._state, max(sequence.row for sequence in running) + 1
-        alive, counts = torch.stack((state.alive[:height].long(), state.count[:height])).tolist()
-        watched = [s for s in running if s.is_watched or not alive[s.row]]
-        finished, guided = [], []
-        for sequence, token_ids, logprobs in self._read(watched, [counts[s.row] for s in watched]):
+        flags = torch.stack((state.alive[:height].long(), state.count[:height]))
+        return Look(flags, None if self._stream is None else torch.cuda.current_stream().record_event())
+
+    def finish(self, running: ListOf[Sequence], look: Look) -> list[Sequence]:
+        """Read once which sequences had ended at the ``look``: those are finished, and their rows idle.
+
+        What their rows hold has not changed since.
+        """
+        state, finished, guided = self._state, [], []
+        with self._behind(look.moment):
+            alive, counts = look.flags.tolist()
+            watched = [s for s in running if s.is_watched or not alive[s.row]]
+            read = list(self._read(watched, [counts[s.row] for s in watched]))
+        for sequence, token_ids, logprobs in read:
             ids = sequence.output_ids + token_ids
             kept, reason = self._ending(ids, sequence.request.sampling, bool(alive[sequence.row]))
             if len(ids) > len(sequence.scores) and sequence.request.hints.top_logprobs:
@@ -213,8 +243,18 @@ class OutputProcessor:
         self._leave(finished)
         if guided:
             rows, *values = zip(*guided, strict=True)
-            state.set_biases(torch.tensor(rows, device=state.device), *values)
+            state.set_biases(to_device(rows, state.device), *values)
         return finished
+
+    @contextlib.contextmanager
+    def _behind(self, moment: torch.cuda.Event | None) -> Iterator[None]:
+        """Let reads in the block wait for what the device was given before ``moment`` alone."""
+        if moment is None:
+            yield
+            return
+        self._stream.wait_event(moment)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def save(self, preempted: ListOf[Sequence]) -> None:
         """Read what preempted sequences have drawn: they go on from there when they are admitted again."""
@@ -231,7 +271,7 @@ class OutputProcessor:
     ) -> Iterator[tuple[Sequence, tuple[int, ...], tuple[float, ...]]]:
         """Yield each sequence with its last ``counts`` tokens and their log-probs."""
         if sequences:
-            rows, longest = torch.tensor([s.row for s in sequences], device=self._state.device), max(counts)
+            rows, longest = to_device([s.row for s in sequences], self._state.device), max(counts)
             held = (buffer[rows, :longest].tolist() for buffer in (self._state.tokens, self._state.logprobs))
             for sequence, count, token_ids, logprobs in zip(sequences, counts, *held, strict=True):
                 yield sequence, tuple(token_ids[:count]), tuple(logprobs[:count])

@@ -33,6 +33,8 @@ class EngineOptions:
     """How often the blocks of the KV cache may be promised to completions; 1: all may become as long as they may."""
     records_routing: bool = False
     """Keep beside keys and values which experts each token was sent to, for requests that want them."""
+    steps_not_awaited: int | None = None
+    """The last steps before a host read that it does not wait for. None: a quarter of them on a GPU, none on a CPU."""
 
     def check(self, request: Request) -> None:
         """Refuse what no engine of these sizes can finish.

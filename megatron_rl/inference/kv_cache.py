@@ -28,6 +28,7 @@ from megatron_rl.inference.snapshots import AnyPosition, Snapshots
 from megatron_rl.inference.states import RowStates
 from megatron_rl.models.attention.kv_format import KVFormat
 from megatron_rl.models.gpt import PolicyModel
+from megatron_rl.platform.device import to_device
 
 
 class Cache(ABC):
@@ -202,7 +203,8 @@ class PagedCache(Cache):
 
     def set_block_table(self, table: array) -> None:
         """Set the blocks of all rows, row after row, in one copy and in place: graphs hold the table's address."""
-        self.table.copy_(torch.frombuffer(table, dtype=torch.int32).view(self.table.shape))
+        held = torch.frombuffer(table, dtype=torch.int32).view(self.table.shape)
+        self.table.copy_(to_device(held, self.device, torch.int32))
 
 
 def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, BlockManager, int]:

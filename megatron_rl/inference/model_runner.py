@@ -29,6 +29,7 @@ from megatron_rl.models.attention.backend import NewTokens
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.platform.collectives import OneStage, StageMessages
+from megatron_rl.platform.device import to_device
 from megatron_rl.types import TokenScore
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ class ModelRunner:
     def copy(self, copies: ListOf[tuple[int, int, int]]) -> None:
         """Carry out `Copies` in the cache."""
         if copies:
-            source, destination, lengths = zip(*copies, strict=True)
-            self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
+            *places, lengths = zip(*copies, strict=True)
+            self.context.cache.copy(*self._to_device(places), max(lengths))
 
     def move(self, moves: ListOf[tuple[int, int]], copies: ListOf[tuple[int, int, int]]) -> None:
         """Give sequences other rows, (from, to), with the ``copies`` that their keys and values take."""
@@ -138,7 +139,7 @@ class ModelRunner:
         """Copy recurrent states between rows, where there are any; of two copies to one row the last counts."""
         if self.context.cache.states is not None and pairs:
             sources = {destination: source for source, destination in pairs}
-            self.context.cache.states.copy(self._to_device([*sources.values()]), self._to_device([*sources]))
+            self.context.cache.states.copy(*self._to_device([[*sources.values()], [*sources]]))
 
     def _copy_prefixes(self, chunks: ListOf[Chunk]) -> None:
         """Copy reused beginnings before any pass, which may write over them; one by one, as they may build on others.
@@ -158,12 +159,13 @@ class ModelRunner:
         """
         lengths = [chunk.num_tokens for chunk in chunks]
         cu_seqlens = self._to_device([0, *accumulate(lengths)], torch.int32)
-        positions = self._to_device([i for c in chunks for i in range(c.start, c.end)])
+        ids = [token for c in chunks for token in c.token_ids[c.start : c.end]]
+        ids, positions = self._to_device([ids, [i for c in chunks for i in range(c.start, c.end)]])
         leaders = self._to_device([chunk.rows[0] for chunk in chunks])
         key_length = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
         new = NewTokens(leaders, lengths, cu_seqlens, positions, key_length)
         self.context.begin_prompts(new, cached=chunks[0].start > 0)
-        return self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]]), positions
+        return ids, positions
 
     def _begin(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, list[int]]:
         """Return, after the forward pass, the rows whose sequences draw now, and the place of each one's chunk."""
@@ -195,8 +197,8 @@ class ModelRunner:
             self.state.note(rows, *likeliest(logits, sampling))
         return self._sampler(logits, numbers, sampling)
 
-    def _to_device(self, values: ListOf[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.state.device)
+    def _to_device(self, values: ListOf[int] | ListOf[ListOf[int]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return to_device(values, self.state.device, dtype)
 
     # -- decode steps --------------------------------------------------------------------------
 

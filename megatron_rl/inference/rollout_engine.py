@@ -5,7 +5,8 @@
        make_room │  └── free ── OutputProcessor: one host read ◄── k decode steps ◄────────┘
 
 A decode step is tensor operations from end to end; the host reads once every ``k`` steps which sequences have ended.
-Rows are filled again as they become free. Scheduler, `BlockManager` and output processor hold references to the same
+On a GPU it reads behind the first of these steps, and does the rest of its work while the others run. Rows are filled
+again as they become free. Scheduler, `BlockManager` and output processor hold references to the same
 `Sequence` objects: where a sample is and what is known of it stands there.
 """
 
@@ -14,57 +15,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.inference.batch_state import BatchState, OutputProcessor
+from megatron_rl.inference.batch_state import BatchState, Look, OutputProcessor
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineLoad, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
 from megatron_rl.inference.guides import Grammars, Guide
 from megatron_rl.inference.kv_cache import build_cache
 from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.passes import Passes
 from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
-from megatron_rl.platform.collectives import OneStage, StageMessages, max_over
+from megatron_rl.platform.collectives import OneStage, StageMessages
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.types import Completed, Constraints, Request
-
-
-class Passes(NamedTuple):
-    """The passes of an engine step: of one rank, or the largest numbers of all ranks that share experts.
-
-        rank 0   prefill  decode  decode  decode
-        rank 1      -     decode  decode     -          - : a token of nothing through the experts alone
-
-    Such ranks make all passes together, so they exchange these numbers before every step. Who has fewer joins in the
-    others' passes with a token that nobody reads. With CUDA graphs the decode steps of all ranks are alike in steps,
-    rows, key length and sampling modes, the other rows of a rank idle: so all replay, and capture, the same graphs.
-    """
-
-    prefills: int
-    """Over prompts."""
-    rows: int = 1
-    """Of a decode step: the first of the batch. A rank without sequences joins in with one token."""
-    key_length: int = 0
-    """Of the first decode step: see `ModelRunner.decode`."""
-    steps: int = 0
-    """Decode steps until the host reads."""
-    modes: SamplingModes = SamplingModes()
-
-    def of_all(self, lockstep_group: dist.ProcessGroup) -> Passes:
-        """Return the largest numbers of any rank; collective."""
-        own = self._asdict() | self.modes._asdict()
-        del own["modes"]
-        largest = {name: int(number) for name, number in max_over(own, lockstep_group).items()}
-        modes = SamplingModes(*(bool(largest.pop(name)) for name in SamplingModes._fields))
-        return Passes(**largest, modes=modes)
 
 
 class RolloutEngine(Engine):
@@ -98,6 +68,10 @@ class RolloutEngine(Engine):
         if self._lockstep_group is not None and not self._is_staged:
             drop_unequal_graphs([self.runner], self.max_batch_size, self._lockstep_group)
         self._outputs = OutputProcessor(state, stop_token_ids, decode_text)
+        agrees = self._is_staged or self._lockstep_group is not None  # with others, on every step
+        self._steps_not_awaited = 0 if agrees else _steps_not_awaited(options, policy.device)
+        self._is_behind = False
+        """Of the last steps the host does not know yet which rows ended in them."""
         self._grammars, self._end_ids = grammars, stop_token_ids
         self._groups: dict[int, SequenceGroup] = {}
         self._cancelled: set[int] = set()
@@ -132,8 +106,9 @@ class RolloutEngine(Engine):
         chunks, running, own = self._schedule()
         of_all = own if self._lockstep_group is None else own.of_all(self._lockstep_group)
         decode = own if self.runner.graphs is None else of_all  # graphs are replayed by all ranks alike
+        behind = self._behind(running, decode.steps)
         for sequence in running:
-            sequence.num_generated += decode.steps
+            sequence.num_generated += min(decode.steps, sequence.remaining)
         if not of_all.prefills and not of_all.steps:
             yield  # no rank has anything here: other lanes go on
 
@@ -141,11 +116,15 @@ class RolloutEngine(Engine):
         yield from self.runner.prefill(chunks, own.modes)
         yield from self.runner.join(of_all.prefills - own.prefills)
         self.runner.context.shared_rows = self._shared_rows(of_all)
-        if decode.steps:
-            yield from self.runner.decode(decode.rows, decode.key_length, decode.steps, decode.modes)
+        awaited = decode.steps - behind
+        if awaited:
+            yield from self.runner.decode(decode.rows, decode.key_length, awaited, decode.modes)
         yield from self.runner.join(of_all.steps - decode.steps)
-
-        return self._postprocess(running) if running else []
+        look = self._outputs.look(running) if running else None
+        if behind:
+            yield from self.runner.decode(decode.rows, decode.key_length + awaited, behind, decode.modes)
+        self._is_behind = behind > 0
+        return [] if look is None else self._postprocess(running, look)
 
     def _schedule(self) -> tuple[list[Chunk], list[Sequence], Passes]:
         """Make room and admit sequences; returns what of prompts is computed now, who decodes, and in which passes."""
@@ -225,10 +204,22 @@ class RolloutEngine(Engine):
             return most
         return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
-    def _postprocess(self, running: ListOf[Sequence]) -> list[Completed]:
+    def _behind(self, running: ListOf[Sequence], steps: int) -> int:
+        """Return how many of the last of ``steps`` the host does not wait for, so that it plans while they run.
+
+        A row that ends in them is found a burst later. So none where all rows end, and for the last rows of a rollout:
+        a burst more, to see that they had ended, would cost more than the wait. And none where the host looks closer.
+        """
+        load = self._scheduler.load
+        ends = load.running + load.waiting <= FEWEST_ROWS or max((s.remaining for s in running), default=0) <= steps
+        if self._steps_not_awaited == 0 or ends or any(group.is_watched for group in self._groups.values()):
+            return 0
+        return min(self._steps_not_awaited, steps - 1)
+
+    def _postprocess(self, running: ListOf[Sequence], look: Look) -> list[Completed]:
         """Read once, free the rows that have ended and close holes; returns the requests that are complete."""
         self.statistics.host_reads += 1
-        finished = self._outputs.finish(running)
+        finished = self._outputs.finish(running, look)
         self._read_routing([sequence for sequence in finished if sequence.request.hints.wants_routing])
         self.runner.copy_states([pair for sequence in finished for pair in self._scheduler.free(sequence)])
         for sequence in finished:
@@ -308,7 +299,8 @@ class RolloutEngine(Engine):
         return self._paused is not None
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        shown = [s for s in self._scheduler.running if s.sample == 0 and wanted(s.request)]
+        running = [] if self._is_behind else self._scheduler.running
+        shown = [s for s in running if s.sample == 0 and wanted(s.request)]
         return [(s.request, ids) for s, ids in zip(shown, self._outputs.so_far(shown), strict=True)]
 
     def load(self) -> EngineLoad:
@@ -316,7 +308,10 @@ class RolloutEngine(Engine):
 
     @torch.inference_mode()
     def interrupt(self) -> list[Request]:
-        running = self._scheduler.running
+        running, complete = self._scheduler.running, list[Completed]()
+        if self._is_behind and running:
+            complete = self._postprocess(running, self._outputs.look(running))
+            running = self._scheduler.running
         self._outputs.save(running)  # one read: their tokens are on the device alone
         self.statistics.host_reads += len(running) > 0
         for sequence in (sequence for group in self._groups.values() for sequence in group.open_sequences):
@@ -324,7 +319,7 @@ class RolloutEngine(Engine):
                 self.statistics.count_completion(sequence.num_drawn)
         requests = [group.unfinished(self._policy_version) for group in self._groups.values()]
         self.abort()
-        return requests
+        return [replace(request, so_far=completions) for request, completions in complete] + requests
 
     def abort(self) -> None:
         self._scheduler.clear()
@@ -340,3 +335,12 @@ class RolloutEngine(Engine):
     def forget_graphs(self) -> None:
         if self.runner.graphs is not None:
             self.runner.graphs.forget()
+
+
+def _steps_not_awaited(options: EngineOptions, device: torch.device) -> int:
+    """See `EngineOptions`. To be preempted, or to have its experts read, a sequence must be known to its last token."""
+    if options.kv_overcommit > 1 or options.records_routing:
+        return 0
+    if options.steps_not_awaited is None:
+        return options.steps_per_host_read // 4 if device.type == "cuda" else 0
+    return options.steps_not_awaited

@@ -49,7 +49,7 @@ class Sequence:
     blocks_promised: int = 0
     """Blocks that it may come to have."""
     num_generated: int = 0
-    """Tokens drawn. A row that has ended counts on until the host reads it."""
+    """Tokens drawn. A row that has ended counts on, up to its limit, until the host reads it."""
     output: Completion = Completion((), (), None, policy_version=0)
     """What was drawn, as far as it was read: at a preemption, and at the end. `completion` stamps the version."""
     preempted: bool = False
@@ -173,6 +173,12 @@ class SequenceGroup:
         self.number = number
         self.request = request
         self.sequences = [Sequence(self, sample, seed) for sample, seed in enumerate(seeds)]
+        sampling, hints = request.sampling, request.hints
+        self.is_watched = bool(
+            sampling.stop or sampling.stop_token_ids or sampling.constraints
+            or hints.streams or hints.top_logprobs or hints.wants_routing
+        )  # fmt: skip
+        """Whether the host may need more of its sequences, before they end or then, than their tokens."""
 
     @property
     def open_sequences(self) -> list[Sequence]:

@@ -9,7 +9,7 @@ last one to the first; before the host reads, the last stage tells all what was 
 same decisions in the same order, and nothing else has to be agreed on.
 
 Copies of the model that share experts advance their lanes together: whoever has fewer passes joins in the others' by
-the experts of its stage alone, and without a message to another stage (see `rollout_engine.Passes`).
+the experts of its stage alone, and without a message to another stage (see `passes.Passes`).
 """
 
 from __future__ import annotations

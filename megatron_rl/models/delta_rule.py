@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as functional
 
+from megatron_rl.platform.device import to_device
+
 LONGEST_CHUNK, SHORTEST_CHUNK = 64, 16
 _EPSILON = 1e-6
 """Of the length that queries and keys are divided by."""
@@ -92,7 +94,7 @@ class Chunks:
             tokens.where(is_token, 0), is_token, cell, rank, rank.argsort(), line, on_line,
             ends[:, None] - taps + torch.arange(taps),
         )  # fmt: skip
-        tokens, is_token, cell, rank, place, line, on_line, ends = (each.to(device) for each in found)
+        tokens, is_token, cell, rank, place, line, on_line, ends = (to_device(one, device, one.dtype) for one in found)
         return cls(tokens, is_token, cell, active, rank, place, line, on_line, ends)
 
 

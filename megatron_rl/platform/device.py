@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,19 @@ class Platform:
             "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(self.device) / 2**30,
             "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.device) / 2**30,
         }
+
+
+def to_device(
+    values: torch.Tensor | Sequence[float] | Sequence[Sequence[float]], device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> torch.Tensor:  # fmt: skip
+    """Copy ``values`` of the host to ``device`` in stream order: the host does not wait for the work in front of them.
+
+    ``torch.tensor(values, device=...)`` waits for all of it, as torch synchronizes the stream after such a copy. A copy
+    with ``non_blocking`` may still wait in CUDA, which first stages what is not pinned.
+    """
+    held = torch.as_tensor(values, dtype=dtype)
+    return (held.pin_memory() if device.type == "cuda" else held).to(device, non_blocking=True)
 
 
 def current_platform() -> Platform:

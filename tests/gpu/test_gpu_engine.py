@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -10,13 +12,18 @@ from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 pytestmark = pytest.mark.gpu
 
 
-def _generate(policy, greedy: bool):
+def _engine(policy, **options):
     from megatron_rl.inference.engine import EngineOptions
     from megatron_rl.inference.rollout_engine import RolloutEngine
+
+    return RolloutEngine(policy, EngineOptions(16, 48, **options), [0], lambda ids: " ".join(map(str, ids)))
+
+
+def _generate(policy, greedy: bool, engine=None):
     from megatron_rl.models.gpt import rollout_mode
     from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
-    engine = RolloutEngine(policy, EngineOptions(16, 48), [0], lambda ids: " ".join(map(str, ids)))
+    engine = engine or _engine(policy)
     engine.begin(seed=3, policy_version=0)
     params = SamplingParams(max_new_tokens=24, greedy=greedy)
     for index in range(6):
@@ -71,3 +78,59 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank):
         prompt = len(request.prompt_ids)
         best = logits[prompt - 1 : -1, :VOCABULARY].argmax(-1)
         assert best.tolist() == list(completions[0].token_ids)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton_paged"])
+def test_completions_are_those_of_an_engine_that_waits_for_every_step(one_rank, backend):
+    """All steps are one graph of all rows, so that it does not matter when a row is found to have ended."""
+    policy = tiny_policy(tiny_config(attention_backend=backend))
+    waits, late = (
+        {request.index: completions for request, completions in _generate(policy, False, engine)}
+        for engine in (_engine(policy, num_cuda_graphs=1, steps_not_awaited=late) for late in (0, 2))
+    )
+    assert waits == late
+
+
+def test_a_read_does_not_wait_for_what_comes_behind_its_look(one_rank):
+    from megatron_rl.inference.batch_state import BatchState, OutputProcessor
+    from megatron_rl.inference.sequence import SequenceGroup
+    from tests.support.generation import request
+
+    state = BatchState(2, 6, torch.zeros(VOCABULARY, dtype=torch.bool, device="cuda"))
+    state.alive[1] = True
+    state.count[0], state.tokens[0, :2] = 2, 7
+    outputs, wide = OutputProcessor(state, (), str), torch.ones(8192, 8192, device="cuda")
+    for products in (1, 40):  # with the first, kernels are loaded and memory is pinned
+        sequences = SequenceGroup(0, request((4, 9), 2, max_new_tokens=6), [1, 2]).sequences
+        for row, sequence in enumerate(sequences):
+            sequence.row = row
+        torch.cuda.synchronize()
+        look = outputs.look(sequences)
+        for _ in range(products):
+            wide = wide @ wide
+        end = torch.cuda.current_stream().record_event()
+        assert [one.output_ids for one in outputs.finish(sequences, look)] == [(7, 7)]
+    assert not end.query(), "the host has waited for the products"
+
+
+def test_the_host_waits_for_nothing_between_a_read_and_the_end_of_a_burst(one_rank):
+    """torch raises where an operation would wait for the device."""
+    policy = tiny_policy()
+    engine = _engine(policy)
+    _generate(policy, False, engine)  # kernels are compiled
+
+    def strictly(work):
+        def watched(*given):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                result = work(*given)
+                return iter(list(result)) if inspect.isgenerator(result) else result
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return watched
+
+    runner = engine.runner
+    for name in ("prefill", "decode", "move"):
+        setattr(runner, name, strictly(getattr(runner, name)))
+    assert len(_generate(policy, False, engine)) == 6
