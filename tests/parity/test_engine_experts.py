@@ -97,6 +97,7 @@ def test_the_trainer_uses_the_experts_of_the_rollout(report: dict[str, Any]) -> 
     assert replayed < 0.7 * own
 
 
+@pytest.mark.long
 def test_rollouts_on_stages_are_recorded_where_the_host_reads_nothing() -> None:
     """The tokens and log-probs of one rank; a tape in a graph's place refuses what a capture refuses."""
     stages = {"pipeline_model_parallel_size": 2}
