@@ -111,7 +111,7 @@ def test_replicas_agree_on_the_harnesses_that_count() -> None:
     """Dynamic sampling: two replicas take the groups that one takes turn by turn, and give up the same others."""
     flags = {
         "rl_dynamic_sampling": True, "grpo_prompts_per_step": 2, "rl_oversampling": 4, "rl_group_filter": "mean_reward",
-        "rl_group_filter_args": ("low=0.4", "high=0.6"),
+        "rl_group_filter_args": ("low=1.6", "high=1.9"),
     }  # fmt: skip
     (alone,) = run_ranks("tests.distributed.test_conversations:talk", 1, tensor_size=1, **flags)
     reports = run_ranks("tests.distributed.test_harnesses:run_harnesses", 2, tensor_size=1, **flags)
