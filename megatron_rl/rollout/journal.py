@@ -138,12 +138,13 @@ class StepJournal:
             stream.write(_line({"number": index} | record_of(group)))
             stream.flush()  # to the operating system, which outlives this process
             self._stream = stream  # after a record that is cut short none can be read
+        if self._stream is None:
+            _close(stream)
 
     def close(self) -> None:
         """Close the file; the groups stay on record until a checkpoint covers the step."""
         if self._stream is not None:
-            with contextlib.suppress(OSError):
-                self._stream.close()
+            _close(self._stream)
 
 
 class FinishedGroups:
@@ -317,8 +318,17 @@ def _appending(path: Path, end: int, header: Record) -> BinaryIO:
     """Open the file after its first ``end`` bytes; it begins anew if these are none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")
-    stream.truncate(end)
-    if not end:
-        stream.write(_line(header))
-        stream.flush()
+    try:
+        stream.truncate(end)
+        if not end:
+            stream.write(_line(header))
+            stream.flush()
+    except OSError:
+        _close(stream)
+        raise
     return stream
+
+
+def _close(stream: BinaryIO) -> None:
+    with contextlib.suppress(OSError):  # of what could not be written
+        stream.close()

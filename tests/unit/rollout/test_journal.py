@@ -228,11 +228,13 @@ def test_a_full_disk_costs_the_journal_and_not_the_step(caplog) -> None:
     def full(data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    step = StepJournal({}, SimpleNamespace(write=full, name="the journal"))
+    closed: list[int] = []
+    step = StepJournal({}, SimpleNamespace(write=full, name="the journal", close=lambda: closed.append(1)))
     step.add(0, group(0))
     step.add(1, group(1))
     step.close()
     assert caplog.text.count("No space left") == 1
+    assert closed == [1]
 
 
 @contextlib.contextmanager
@@ -267,4 +269,6 @@ def test_a_disk_that_is_full_when_a_step_begins_is_told_once(tmp_path: Path, one
         assert begun.group_for(request(0)) is begun.group_for(request(1)) is None, size
         begun.add(1, group(1))
         begun.close()
-        assert later.open(STEP, HEADER).group_for(request(1)) == group(1), size
+        begun = later.open(STEP, HEADER)
+        assert begun.group_for(request(1)) == group(1), size
+        begun.close()
