@@ -103,11 +103,15 @@ def transcript_json() -> Callable[[str], dict[str, Any]]:
     return item
 
 
-def is_gone(pid: int) -> bool:
-    """Waits for the end of a process that was killed."""
+def is_gone(pid: int, or_ended: bool = False) -> bool:
+    """Waits for the end of a process that was killed; ``or_ended``: its parent may still have to ask for its status."""
     give_up = time.monotonic() + 20
     while time.monotonic() < give_up:
-        if not psutil.pid_exists(pid):
+        try:
+            status = psutil.Process(pid).status()
+        except psutil.NoSuchProcess:
+            return True
+        if or_ended and status == psutil.STATUS_ZOMBIE:
             return True
         time.sleep(0.02)
     return False
