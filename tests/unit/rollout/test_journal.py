@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import resource
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -248,8 +251,16 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_is_full_when_a_step_begins_is_told_once(tmp_path: Path, one_rank: ParallelGroups, caplog) -> None:
-    """At any byte of the header and of a group; what a later start finds is whole groups of the same header."""
+def test_a_disk_that_is_full_when_a_step_begins_is_told_once(
+    tmp_path: Path, one_rank: ParallelGroups, caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any byte of the header and of a group; what a later start finds is whole groups of the same header.
+
+    Every file is closed: Python warns of one that it has to close itself.
+    """
+    warnings.simplefilter("error", ResourceWarning)
+    unclosed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unclosed.append)
     record(RolloutJournal(tmp_path / "whole", one_rank), 0)
     (whole,) = (tmp_path / "whole").iterdir()
     data = whole.read_bytes()
@@ -272,3 +283,5 @@ def test_a_disk_that_is_full_when_a_step_begins_is_told_once(tmp_path: Path, one
         begun = later.open(STEP, HEADER)
         assert begun.group_for(request(1)) == group(1), size
         begun.close()
+    gc.collect()
+    assert not unclosed
