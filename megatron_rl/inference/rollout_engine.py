@@ -212,7 +212,7 @@ class RolloutEngine(Engine):
         """
         load = self._scheduler.load
         ends = load.running + load.waiting <= FEWEST_ROWS or max((s.remaining for s in running), default=0) <= steps
-        if self._steps_not_awaited == 0 or ends or any(group.is_watched for group in self._groups.values()):
+        if self._steps_not_awaited == 0 or ends or any(group.is_awaited for group in self._groups.values()):
             return 0
         return min(self._steps_not_awaited, steps - 1)
 

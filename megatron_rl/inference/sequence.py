@@ -174,11 +174,11 @@ class SequenceGroup:
         self.request = request
         self.sequences = [Sequence(self, sample, seed) for sample, seed in enumerate(seeds)]
         sampling, hints = request.sampling, request.hints
-        self.is_watched = bool(
+        self.is_awaited = bool(
             sampling.stop or sampling.stop_token_ids or sampling.constraints
             or hints.streams or hints.top_logprobs or hints.wants_routing
         )  # fmt: skip
-        """Whether the host may need more of its sequences, before they end or then, than their tokens."""
+        """Whether the host must know after every burst where its sequences stand; see `RolloutEngine`."""
 
     @property
     def open_sequences(self) -> list[Sequence]:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.models.gpt import PolicyModel
 from tests.support.generation import randomise_vectors
-from tests.support.tiny import tiny_policy
+from tests.support.tiny import tiny_config, tiny_policy
 
 
 @pytest.fixture(scope="package")
@@ -15,3 +15,17 @@ def policy(one_rank: object) -> PolicyModel:
     model = tiny_policy()
     randomise_vectors(model)
     return model
+
+
+@pytest.fixture(scope="package")
+def paged(one_rank: object) -> PolicyModel:
+    """The same model over a cache of pages."""
+    model = tiny_policy(tiny_config(attention_backend="paged"))
+    randomise_vectors(model)
+    return model
+
+
+@pytest.fixture(params=["slots", "pages"])
+def either(request: pytest.FixtureRequest, policy: PolicyModel, paged: PolicyModel) -> PolicyModel:
+    """Both, one after the other."""
+    return policy if request.param == "slots" else paged

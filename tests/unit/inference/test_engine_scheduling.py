@@ -29,19 +29,6 @@ from tests.unit.inference.test_host_reads import watch
 PROMPT = (4, 9, 17, 2)
 
 
-@pytest.fixture(scope="module")
-def paged(one_rank: object) -> PolicyModel:
-    """The same model over a cache of pages."""
-    model = tiny_policy(tiny_config(attention_backend="paged"))
-    randomise_vectors(model)
-    return model
-
-
-@pytest.fixture(params=["slots", "pages"])
-def either(request: pytest.FixtureRequest, policy: PolicyModel, paged: PolicyModel) -> PolicyModel:
-    return policy if request.param == "slots" else paged
-
-
 def gigabytes(policy: PolicyModel, cells: int) -> float:
     """A budget of so many tokens."""
     return 4 * policy.layout.cache_numbers(cells) / 2**30

@@ -35,18 +35,6 @@ PROMPT = (4, 9, 17, 2)
 LATE = {"steps_per_host_read": 6, "steps_not_awaited": 2}
 
 
-@pytest.fixture(scope="module")
-def paged(one_rank: object) -> PolicyModel:
-    model = tiny_policy(tiny_config(attention_backend="paged"))
-    randomise_vectors(model)
-    return model
-
-
-@pytest.fixture(params=["slots", "pages"])
-def either(request: pytest.FixtureRequest, policy: PolicyModel, paged: PolicyModel) -> PolicyModel:
-    return policy if request.param == "slots" else paged
-
-
 def bursts_of(engine: RolloutEngine) -> list[int]:
     """The steps of every call of the runner from now on: a burst is one, or two where its end is not awaited."""
     decode, steps = engine.runner.decode, list[int]()
