@@ -29,7 +29,7 @@ from megatron_rl.models.blocks import BLOCKS
 from megatron_rl.models.expert_ops import quick_gelu
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters, refuse_buffers
 from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
-from megatron_rl.models.spec import block_spec, fp8_settings
+from megatron_rl.models.spec import block_spec, fp8_settings, pad_products
 from megatron_rl.platform import Platform
 from megatron_rl.platform.groups import current_groups
 from megatron_rl.platform.megatron import pipeline_settings, weights_left_as_they_are
@@ -188,10 +188,8 @@ def build_model(
     if not is_filled_later:
         draw_parameters(chunks, layout, config.model, torch.initial_seed(), groups.part_of, on_cpu)
     for gpt in chunks:
-        if transformer_config.fp8:  # lets products take any number of tokens: Transformer Engine wants multiples of 16
-            from megatron.core.fp8_utils import prepare_model_for_fp8_inference
-
-            prepare_model_for_fp8_inference(gpt)
+        if transformer_config.fp8:
+            pad_products(gpt)
         if not transformer_config.multi_latent_attention:  # whose layers would have one each
             gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
         if config.rollout.rl_router_replay and head == "vocabulary":

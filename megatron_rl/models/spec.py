@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as functional
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -111,3 +114,24 @@ def fp8_settings(config: RLConfig) -> dict[str, Any]:
         "disable_parameter_transpose_cache": True,
     }
 
+
+def pad_products(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's linears take any number of tokens in fp8, whose products want multiples of 16.
+
+    megatron's own padding exchanges shares of a sequence outside the linear, which then adds up what is added up.
+    """
+    for module in model.modules():
+        if hasattr(module, "te_return_bias"):
+            module.forward = functools.partial(_padded, module, module.forward)
+
+
+def _padded(module: Any, forward: Callable[[torch.Tensor], Any], tokens: torch.Tensor) -> Any:
+    """Run ``forward`` on [T, B, in] with zeros behind the share of each rank, of which it takes or gives all."""
+    ranks = module.tp_size if module.sequence_parallel else 1
+    taken, given = (ranks, 1) if module.parallel_mode == "row" else (1, ranks)
+    missing = -(tokens.shape[0] // taken) % 16
+    if not missing:
+        return forward(tokens)
+    padded = functional.pad(tokens.unflatten(0, (taken, -1)), (0, 0, 0, 0, 0, missing))
+    output, bias = forward(padded.flatten(0, 1))
+    return output.unflatten(0, (given, -1))[:, :-missing].flatten(0, 1), bias

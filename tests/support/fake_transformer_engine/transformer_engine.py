@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from fake_exchanges import added_up, read_by_all
 
 __version__ = "2.3.0"
 __path__: list[str] = []  # a package, whose modules are made below
@@ -86,12 +87,17 @@ class _Product(torch.nn.Module):
         device: Any, **unused: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        assert tp_size == 1 and not sequence_parallel, "the fake has no tensor-parallel ranks"
-        self.in_features, self.out_features, self.tp_size, self.tp_group = in_features, out_features, 1, tp_group
-        self.parallel_mode, self.sequence_parallel, self.use_bias = parallel_mode, False, bias
-        self.return_bias = return_bias
-        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.Tensor()
+        assert parallel_mode in ("column", "row") and tp_size == tp_group.size()
+        is_row, self.parallel_mode = parallel_mode == "row", parallel_mode
+        assert (in_features if is_row else out_features) % tp_size == 0, f"{tp_size} ranks"
+        self.in_features = in_features // tp_size if is_row else in_features
+        self.out_features = out_features if is_row else out_features // tp_size
+        self.tp_size, self.tp_group, self.sequence_parallel = tp_size, tp_group, sequence_parallel and tp_size > 1
+        self.return_bias, self.use_bias = return_bias, bias
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        vars(self.weight).update(tensor_model_parallel=True, partition_dim=int(is_row), partition_stride=1)
+        values = torch.zeros(self.out_features, dtype=params_dtype)
+        self.bias = torch.nn.Parameter(values) if bias else torch.Tensor()
         init_method(self.weight)
         self._kept: torch.Tensor | None = None
 
@@ -103,7 +109,11 @@ class _Product(torch.nn.Module):
             if is_first_microbatch is None or is_first_microbatch or self._kept is None:
                 self._kept = _rounded(weight)
             x, weight = _rounded(x), self._kept
+        if self.parallel_mode == "column" and self.tp_size > 1:
+            x = read_by_all(x, self.tp_group, self.sequence_parallel)
         out = torch.matmul(x, weight.t())
+        if self.parallel_mode == "row" and self.tp_size > 1:
+            out = added_up(out, self.tp_group, self.sequence_parallel)
         if self.return_bias:
             return out, self.bias
         return out + self.bias if self.use_bias else out
@@ -126,6 +136,7 @@ class LayerNormLinear(_Product):
         assert normalization == "RMSNorm"
         self.eps, self.normalization = eps, normalization
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=rest["params_dtype"]))
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         normed = functional.rms_norm(x, (self.in_features,), self.layer_norm_weight, self.eps)
@@ -143,6 +154,7 @@ class RMSNorm(torch.nn.Module):
         # megatron-core 0.16.1 gives the old name, 0.19.2 the new one.
         width = hidden_size if normalized_shape is None else normalized_shape
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=params_dtype))
+        self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -158,7 +170,7 @@ class GroupedLinear(torch.nn.Module):
         ub_overlap_ag: bool = False, ub_name: str | None = None, delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        assert not bias and tp_size == 1, "the fake has neither biases nor tensor-parallel ranks"
+        assert not bias and tp_size == 1, "the fake has no biases, and takes experts as they are cut"
         self.num_gemms, self.in_features = num_gemms, in_features
         for number in range(num_gemms):
             values = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
