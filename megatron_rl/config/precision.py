@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, flag
+from megatron_rl.families.architecture import ExpertShare
+from megatron_rl.families.layout import ModelLayout
 from megatron_rl.registry import RECIPES
 
 if TYPE_CHECKING:
@@ -126,6 +128,18 @@ def _engine_fp8(config: RLConfig) -> Iterator[Finding]:
         yield "fp8_recipe", "needs a Blackwell GPU and was never tried; use --fp8-recipe blockwise"
     if not config.precision.bf16:
         yield "fp8_format", "without --bf16: fp8 products come out in bf16; add --bf16"
+    if not config.model.is_complete:
+        return
+    parallel = config.parallel
+    experts = ExpertShare(tensor_size=parallel.expert_tensor_parallel_size)
+    layout = ModelLayout.of(config.architecture(), parallel.tensor_model_parallel_size, experts=experts)
+    odd = next((each for each in layout.linears if each.rows % 16 or each.columns % 16), None)
+    if odd is not None:
+        yield "fp8_format", (
+            f"with --tensor-model-parallel-size {parallel.tensor_model_parallel_size}: a rank's part of {odd.name} is "
+            f"{odd.rows} x {odd.columns}, and fp8 products take multiples of 16; use another tensor-parallel size, or "
+            "leave --fp8-format and --fp8-recipe out"
+        )
 
 
 def moment_problems(config: RLConfig, _: int) -> Iterator[Finding]:

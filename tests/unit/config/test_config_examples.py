@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.config.rules import notes, validate
+from megatron_rl.run.preflight.machine import recipe_problems
 from tests.support.flags import parse_config
 from tests.support.recipes import launched
 from tests.unit.families.test_published_models import PUBLISHED
@@ -63,10 +64,14 @@ def test_the_published_command_is_taken_but_for_its_format_of_checkpoints() -> N
     assert config.padded_bin_size == 12000, "what eight ranks share evenly"
 
 
-def test_its_rollouts_may_be_in_fp8_on_transformer_engines_layers(flags: list[str]) -> None:
-    config, problems = read_config([*flags, "--rl-rollout-quantization", "fp8"], 64)
-    assert problems == []
-    assert config.kernels.transformer_impl == "transformer_engine"
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "fp8_block"])
+def test_its_rollouts_may_be_in_8_bits_on_transformer_engines_layers(flags: list[str], recipe: str) -> None:
+    """On the parts that eight ranks have of each; so may its training."""
+    training = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+    for more in ((), training):
+        config, problems = read_config([*flags, "--rl-rollout-quantization", recipe, *more], 64)
+        assert [*problems, *recipe_problems(config)] == []
+        assert config.kernels.transformer_impl == "transformer_engine"
 
 
 def test_the_recipe_is_the_published_command(flags: list[str]) -> None:

@@ -115,6 +115,10 @@ ONE_PROBLEM = [
     ({**ENGINE, "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, 1, ["Blackwell", "blockwise"]),
     ({**ENGINE, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}, 1, ["without --bf16", "add --bf16"]),
     (
+        {**ENGINE, **TENSOR_2, "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise", "ffn_hidden_size": "176"},
+        2, ["--fp8-format e4m3 with --tensor-model-parallel-size 2", "mlp.linear_fc1 is 88 x 64", "multiples of 16"],
+    ),
+    (
         {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "rl_rollout_quantization": "int8"}, 1,
         ["--rl-rollout-quantization int8", "round differently", "fp8_block_pow2"],
     ),
