@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_rl.algorithms.batch import Sample
 from megatron_rl.config.arguments import read_config
@@ -75,7 +77,8 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
     optimization = Optimization(build_model(config, current_platform(), VOCABULARY), config)
     policy, count = optimization.policy, 2 * MICRO_BATCHES
     lengths = [TOKENS // 2 + (1 if number % 2 else -1) for number in range(count)]
-    ids = [torch.arange(length) * 7 % VOCABULARY for length in lengths]
+    draw = torch.Generator().manual_seed(1)  # tokens that are all alike would go to the same experts
+    ids = [torch.randint(VOCABULARY, (length,), generator=draw) for length in lengths]
     samples = [
         Sample(each, torch.arange(len(each)) > 0, torch.zeros(len(each)), torch.zeros_like(each), sample_id=number)
         for number, each in enumerate(ids)
@@ -94,14 +97,36 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": _held([value for state in states for name, value in state if name != "step"]),
     }
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with LargestHeld() as made:
         trainer.step(batches)
-    allocated = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            most = max(most, allocated)
-    return found | {"peak": most}
+    return found | {"peak": made.most}
+
+
+class LargestHeld(TorchDispatchMode):
+    """Of the tensors that operators return in the block, the most bytes that are held at once.
+
+    The profiler's record of allocations does not do: what a thread of gloo frees is not in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        """Bytes."""
+        self._held: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, given: tuple = (), named: Any = None) -> Any:
+        """Call the operator, and count."""
+        inputs = {StorageWeakRef(each.untyped_storage()) for each in _tensors((given, named))}
+        result = operator(*given, **(named or {}))
+        outputs = {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in _tensors(result)}
+        self._held = {reference: size for reference, size in self._held.items() if not reference.expired()}
+        self._held |= {reference: size for reference, size in outputs.items() if reference not in inputs}
+        self.most = max(self.most, sum(self._held.values()))
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
 def _held(tensors: Sequence[torch.Tensor]) -> int:
@@ -110,7 +135,7 @@ def _held(tensors: Sequence[torch.Tensor]) -> int:
 
 def _estimated(config: RLConfig, ranks: int, stage: int) -> dict[str, int]:
     result = estimate(config, ranks, VOCABULARY, stage)
-    found = {name: getattr(result, name) for name in ("weights", "gradients", "optimizer")}
+    found = {name: getattr(result, name).update for name in ("weights", "gradients", "optimizer")}
     return found | {"peak": result.activations.update + result.training_logits.update}
 
 
@@ -124,17 +149,16 @@ def _read(name: str) -> tuple[RLConfig, list[Problem]]:
     return read_config(f"{MODEL} {flags}".split(), ranks)
 
 
-def _rank(name: str, folder: Path) -> None:
-    """What each rank of a layout does."""
+def row_of_rank(name: str) -> dict[str, Any]:
+    """This rank of a layout: measured and estimated bytes by use."""
     config, _ = _read(name)
     with ranks_of(config) as groups:
         estimated = _estimated(config, groups.world_size, groups.stage)
-        row = {"rank": groups.rank, "stage": groups.stage, "measured": measure(config, groups), "estimated": estimated}
-        (folder / f"{groups.rank}.json").write_text(json.dumps(row))
+        return {"rank": groups.rank, "stage": groups.stage, "measured": measure(config, groups), "estimated": estimated}
 
 
 def measured_layout(name: str) -> list[dict[str, Any]]:
-    """A row for each rank: measured and estimated bytes by use."""
+    """The rows of all its ranks, each a process."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={LAYOUTS[name][0]}"]
         own = ["-m", "tools.benchmark.memory", "--layouts", name, "--rank-folder", folder]
@@ -151,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.rank_folder:
-        _rank(arguments.layouts, arguments.rank_folder)
+        row = row_of_rank(arguments.layouts)
+        (arguments.rank_folder / f"{row['rank']}.json").write_text(json.dumps(row))
         return
     record, rows = {}, []
     for name in LAYOUTS:
