@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,3 +167,36 @@ def take_back(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
     """Allocate ``size`` bytes again, at another address and with anything in it; returned as bytes."""
     storage.resize_(size)
     return as_bytes(storage)
+
+
+class Leaving:
+    """The memory of tensors that leaves and comes back, at other addresses; the tensors stay."""
+
+    keeps_addresses = False
+    """Whether a captured graph may read them after they have come back."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """``tensors`` with all views of them; nothing else may lie in their storages."""
+        self._storages = [(storage, storage.nbytes()) for storage in storages_of(tensors)]
+        self.size = sum(size for _, size in self._storages)
+        """Bytes while they are there."""
+        self.is_released = False
+        """Whether they have left, all or, where memory ran out, some of them."""
+
+    def release(self) -> None:
+        """Let them leave: nobody may read them until `take_back`. Nothing where they have left already."""
+        self.is_released = bool(self._storages)
+        for storage, _ in self._storages:
+            release(storage)
+
+    def take_back(self, zeroed: bool = True) -> None:
+        """Bring them back, with zeros or else with anything in them. Nothing where they are there."""
+        for storage, size in self._storages if self.is_released else ():
+            held = take_back(storage, size)
+            if zeroed:
+                held.zero_()
+        self.is_released = False
+
+
+LeavingOf = Callable[[Sequence[torch.Tensor]], Leaving]
+"""How the memory of tensors leaves."""

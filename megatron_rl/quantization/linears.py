@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.platform.device import release, storages_of, take_back
+from megatron_rl.platform.device import Leaving, LeavingOf
 from megatron_rl.quantization.copies import LinearKind, QuantizedLinear, QuantizedMatrix, QuantizedStack, StackedLinear
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.recipe import Recipe
@@ -72,11 +72,12 @@ class QuantizedLinears:
         lockstep_group: dist.ProcessGroup | None = None,
         *,
         quantizes_gradients: bool = False,
+        leaving: LeavingOf = Leaving,
     ) -> None:
         """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``.
 
         ``lockstep_group`` are the ranks that refuse together what one of them cannot quantise; None: this rank alone.
-        ``quantizes_gradients``: of aligned training, see `QuantizedMatrix`.
+        ``quantizes_gradients``: of aligned training, see `QuantizedMatrix`. ``leaving``: how codes leave.
         """
         self.recipe = recipe
         self._lockstep_group = lockstep_group
@@ -103,7 +104,7 @@ class QuantizedLinears:
         self.is_installed = False
         """Whether the layers run quantised now."""
         self._stale = True
-        self._released: list[tuple[torch.UntypedStorage, int]] = []
+        self._codes = leaving(self._all_codes())
 
     @property
     def stored_bytes(self) -> int:
@@ -115,19 +116,16 @@ class QuantizedLinears:
         """Numbers that have a quantised copy on this rank."""
         return sum(layer.weight.rows * layer.weight.columns for layer in self.layers)
 
-    @property
-    def held_bytes(self) -> int:
-        """The bytes on the device now, with what only CPUs need; next to nothing after `release`."""
-        tensors = (tensor for layer in self.layers for tensor in layer.weight.tensors)
-        return sum(storage.nbytes() for storage in storages_of(tensors))
+    def _all_codes(self) -> list[torch.Tensor]:
+        """Codes, and operands that are not, as `fp8_block`'s on CUDA, where scales lie; with the views of experts."""
+        weights = [each.weight for each in (*self._copies, *self.layers)]
+        kept = {weight.scales.untyped_storage().data_ptr() for weight in weights}
+        found = (tensor for weight in weights for tensor in (weight.codes, weight.operand) if tensor is not None)
+        return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in kept]
 
     def release(self) -> None:
-        """Give up the memory of the codes until the next `refresh`, which takes it at other addresses."""
-        weights = [layer.weight for layer in self.layers]
-        codes = [codes for q in weights for codes in (q.codes, q.operand) if codes is not None]
-        for storage in storages_of(codes):
-            self._released.append((storage, storage.nbytes()))
-            release(storage)
+        """Give up the memory of the codes until the next `refresh`."""
+        self._codes.release()
         self._stale = True
 
     def weights_changed(self) -> None:
@@ -141,9 +139,7 @@ class QuantizedLinears:
         Raises:
             QuantizationError: a weight holds NaN or infinity; on all those ranks, names the layer.
         """
-        for storage, size in self._released:
-            take_back(storage, size).zero_()  # a refresh does not write the padding
-        self._released = []
+        self._codes.take_back()  # zeroed: a refresh does not write the padding
         for layer in self.layers:
             self.recipe.encode(layer.parameter, layer.weight)
         # The one host read of a refresh: a NaN must not become a rollout of noise.
@@ -170,7 +166,8 @@ class QuantizedLinears:
         Exact, as quantising the same weight twice gives the same bits. Of copies whose memory was given up only the
         scales are compared. None are named if a change of the weights was announced since the last refresh.
         """
-        is_comparable, with_codes = bool(self._released) or not self._stale, not self._released
+        with_codes = not self._codes.is_released
+        is_comparable = not (with_codes and self._stale)
         before = self._checksums(with_codes)
         self.refresh()
         pairs = zip(self.layers, before, self._checksums(with_codes), strict=True)

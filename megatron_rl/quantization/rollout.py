@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.platform.device import Leaving, LeavingOf
 from megatron_rl.quantization.audit import LayerAudit, audit, observed, of_all_ranks, refuse_other_formats
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
@@ -38,11 +39,14 @@ class RolloutQuantization:
         lockstep_group: dist.ProcessGroup | None = None,
         *,
         quantizes_gradients: bool = False,
+        leaving: LeavingOf = Leaving,
     ) -> None:
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer.
 
         See `QuantizedLinears` for the others.
         """
+        self.leaving = leaving
+        """How what graphs read leaves."""
         self._model, self._asked, self._skip, self._lockstep_group = model, recipe, tuple(skip), lockstep_group
         self._on_audit, self._timed, self._quantizes_gradients = on_audit, timed, quantizes_gradients
         self._aligned = False
@@ -52,10 +56,12 @@ class RolloutQuantization:
 
     def _use(self, name: str) -> None:
         recipe = RECIPES.get(name)
-        vars(self).pop("linears", None)  # the old buffers go before the new ones are made
+        if "linears" in vars(self):  # the old buffers go before the new ones are made
+            vars(self).pop("linears").release()
         self.linears = QuantizedLinears(
-            self._model, recipe, self._skip, self._lockstep_group, quantizes_gradients=self._quantizes_gradients
-        )
+            self._model, recipe, self._skip, self._lockstep_group, quantizes_gradients=self._quantizes_gradients,
+            leaving=self.leaving,
+        )  # fmt: skip
         self.is_quantized = recipe is not None
         """False without a recipe."""
         self.recipe = name if ":" in name or recipe is None else recipe.name

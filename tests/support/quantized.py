@@ -11,6 +11,7 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
+from megatron_rl.platform.device import storages_of
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -52,6 +53,12 @@ def rollout_quantization(
     """As a run has it; the tables of its audits go to ``audits``."""
     report = (lambda _: None) if audits is None else audits.append
     return RolloutQuantization(policy.gpt, recipe, skip, report)
+
+
+def held_bytes(linears: QuantizedLinears) -> int:
+    """On the device now, with what only CPUs need."""
+    tensors = (tensor for layer in linears.layers for tensor in layer.weight.tensors)
+    return sum(storage.nbytes() for storage in storages_of(tensors))
 
 
 def short_requests(count: int = 6, **sampling: object) -> list[Request]:

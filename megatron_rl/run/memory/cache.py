@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.platform.device import DeviceMemory, release, storages_of, take_back
+from megatron_rl.platform.device import DeviceMemory, Leaving, LeavingOf
 from megatron_rl.run.memory.estimate import in_words
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,7 @@ def plan_cache(
 class CacheResidency:
     """Keeps the cache during training where there is room for both, and releases it where there is not.
 
-    Tensors stay the same objects, but a cache that was released comes back at other addresses, zeroed:
-    captured graphs are stale then, and forgotten.
+    Tensors stay the same objects, and come back zeroed. Captured graphs are forgotten where the addresses change.
     """
 
     def __init__(
@@ -86,16 +85,18 @@ class CacheResidency:
         agree: Callable[[bool], bool] = lambda flag: flag,
         updates: Callable[[], int] = lambda: 0,
         forget_graphs: Callable[[], None] = lambda: None,
+        leaving: LeavingOf = Leaving,
     ) -> None:
         """Args:
-        tensors: all of the cache; nothing else may lie in their storages.
+        tensors: all of the cache, with all views; nothing else may lie in their storages.
         training_need: bytes an update takes beyond what is allocated between the phases; an estimate
             that what is measured replaces.
         agree: true on all ranks that make a step together when it is true on one; collective.
         updates: how many there have been; without a new one nothing is measured.
         forget_graphs: of the engine; captured graphs have the addresses of a cache that goes.
+        leaving: how they leave.
         """
-        self._storages = [(storage, storage.nbytes()) for storage in storages_of(tensors)]
+        self._held = leaving(tensors)
         self._memory = memory
         self._forget_graphs = forget_graphs
         self._agree = agree
@@ -108,12 +109,12 @@ class CacheResidency:
     @property
     def is_released(self) -> bool:
         """Return whether it has left."""
-        return any(storage.nbytes() != size for storage, size in self._storages)
+        return self._held.is_released
 
     @property
     def size(self) -> int:
         """Bytes of the cache while it is there."""
-        return sum(size for _, size in self._storages)
+        return self._held.size
 
     def before_rollout(self) -> None:
         """Take memory again if it was released, and measure what the training since the last rollout took."""
@@ -125,16 +126,13 @@ class CacheResidency:
                 taken = peak - allocated
                 self.training_need = taken if peak > peak_before else min(self.training_need, taken)
         self._before_training = None
-        if not self.is_released:
-            return
-        for storage, size in self._storages:
-            # Zeroed: with what was there a masked cell could give 0 * NaN = NaN.
-            take_back(storage, size).zero_()
-        self.generation += 1
+        if self.is_released:
+            self._held.take_back()  # zeroed: with what was there a masked cell could give 0 * NaN = NaN
+            self.generation += 1
 
     def after_rollout(self) -> None:
         """Release the cache unless an update has room beside it; collective over the ranks that ``agree``."""
-        if self._storages and not self.is_released:
+        if self.size and not self.is_released:
             free, need = self._memory.free(), int(self.training_need * (1 + MARGIN))
             if self._agree(free < need):
                 if self.generation == 0:
@@ -148,7 +146,6 @@ class CacheResidency:
 
     def release(self) -> None:
         """Give it up without asking other ranks: after a rollout that failed, what is saved may need the room."""
-        if not self.is_released:
+        if not self.is_released and not self._held.keeps_addresses:
             self._forget_graphs()
-        for storage, _ in self._storages:
-            release(storage)
+        self._held.release()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_rl.platform.device import as_bytes, release, storages_of, take_back
+from megatron_rl.platform.device import Leaving, LeavingOf, as_bytes, release, storages_of, take_back
 from megatron_rl.platform.megatron import remake_parameters
 from megatron_rl.trainer.optimizer import Optimization
 
@@ -158,59 +158,60 @@ class Holdings:
 class Weights:
     """The buffers that the distributed optimizer has all parameters in."""
 
-    def __init__(self, optimization: Optimization) -> None:
+    def __init__(self, optimization: Optimization, leaving: LeavingOf = Leaving) -> None:
+        """``leaving``: how copies leave that are set aside."""
         self._optimization = optimization
+        self._leaving = leaving
         tensors = [buffer.param_data for buffer in _buffers(optimization) if buffer.param_data is not None]
         # fp32 weights are their own main parameters, and frozen ones have none: nothing else has their values.
         is_made_of_main = optimization.policy.dtype == torch.bfloat16
         is_made_of_main &= all(parameter.requires_grad for parameter in optimization.policy.parameters())
-        self._buffers = storages_of(tensors if is_made_of_main else ())
-        self._sizes = [storage.nbytes() for storage in self._buffers]
+        self._buffers = Leaving(tensors if is_made_of_main else ())
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._memory_aside = leaving(())
         self._homes: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     @property
     def can_leave(self) -> bool:
         """Whether an optimizer has what they are made of."""
-        return bool(self._buffers)
+        return self._buffers.size > 0
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
         """The storages of all parameters, with copies of some set aside."""
-        return storages_of((*self._optimization.policy.parameters(), *self._aside.values()))
+        aside = () if self._memory_aside.is_released else self._aside.values()
+        return storages_of((*self._optimization.policy.parameters(), *aside))
 
     def leave(self, unread: Sequence[torch.nn.Parameter]) -> None:
         """Give up all but what is read in rollouts, which is set aside; nothing where they have left already.
 
-        What is set aside has the same address at every rollout until `forget_aside`: captured graphs read it there.
+        What is set aside has the same address at every rollout until `release_aside`: captured graphs read it there.
         """
-        if self._homes or not self._buffers:
+        if self._homes or not self.can_leave:
             return
         skipped = set(unread)
+        read = [parameter for parameter in self._optimization.policy.parameters() if parameter not in skipped]
+        if not self._aside.keys() >= set(read):
+            self._aside = {parameter: torch.empty_like(parameter) for parameter in read}
+            self._memory_aside = self._leaving(list(self._aside.values()))
+        self._memory_aside.take_back(zeroed=False)
         for parameter in self._optimization.policy.parameters():
-            home = parameter.data
+            self._homes[parameter] = home = parameter.data
             if parameter not in skipped:
-                aside = self._aside.get(parameter)
-                if aside is None:
-                    aside = self._aside[parameter] = torch.empty_like(home)
-                parameter.data = aside.copy_(home)
-            self._homes[parameter] = home
-        for storage in self._buffers:
-            release(storage)
+                parameter.data = self._aside[parameter].copy_(home)
+        self._buffers.release()
 
     def come_home(self) -> None:
         """Make all of them again, to the bit; nothing where they are there. Collective; the state must be home."""
         if not self._homes:
             return
-        for storage, size in zip(self._buffers, self._sizes, strict=True):
-            if storage.nbytes() != size:
-                take_back(storage, size).zero_()  # parameters do not fill it
+        self._buffers.take_back()  # zeroed: parameters do not fill them
         for parameter, home in self._homes.items():
             parameter.data = home
         remake_parameters(self._optimization.optimizer, self._optimization.wrapped)
         self._homes = {}
 
-    def forget_aside(self) -> None:
-        """Let the copies go that are set aside; only while the weights are home."""
+    def release_aside(self) -> None:
+        """Let the copies leave that are set aside; only while the weights are home."""
         if not self._homes:
-            self._aside = {}
+            self._memory_aside.release()

@@ -128,6 +128,7 @@ class Phases:
             lambda release: any_rank(release, self._groups.model_group),
             lambda: 0 if training is None else training.optimization.updates_begun,
             engine.forget_graphs,
+            self.quantization.leaving,
         )
         self.cache.after_rollout()
         self._release_copies()
@@ -192,7 +193,7 @@ class Phases:
         if self.training is not None:
             self.training.come_home()
             if self.cache.is_released:
-                self.training.weights.forget_aside()
+                self.training.weights.release_aside()
 
     def _calibrate(self) -> None:
         self.cache.before_rollout()
@@ -264,7 +265,7 @@ class Training:
         self.policy = Holdings(optimization)
         self.critic = None if critic is None else Holdings(critic, with_weights=True)  # no rollout reads any of it
         self.models = [self.policy] if self.critic is None else [self.policy, self.critic]
-        self.weights = Weights(optimization)
+        self.weights = Weights(optimization, quantization.leaving)
         self.offloads = config.rollout.rl_offload_optimizer_during_inference
         self._quantization = quantization
         self._keeps = config.rollout.rl_keep_in_rollouts

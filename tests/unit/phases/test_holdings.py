@@ -41,7 +41,8 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_garbage(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
         return take_back(storage, size).fill_(255)
 
-    monkeypatch.setattr(holdings, "take_back", with_garbage)
+    for module in (device, holdings):
+        monkeypatch.setattr(module, "take_back", with_garbage)
 
 
 class Mover:

@@ -18,6 +18,7 @@ from megatron_rl.run.memory.estimate import estimate
 from megatron_rl.run.memory.holdings import size_of
 from megatron_rl.run.training import book
 from tests.support.checkpoints import differences
+from tests.support.quantized import held_bytes
 from tests.support.ranks import run_ranks
 from tests.support.samples import all_equal, weights_of
 from tests.support.tiny import VOCABULARY, single_thread, tiny_config
@@ -50,7 +51,7 @@ def held_by(run: RLRun) -> dict[str, int]:
         "gradients": size_of(training.policy.gradients.storages),
         "optimizer": size_of(training.policy.state.storages),
         "critic": 0 if training.critic is None else training.critic.size,
-        "quantized": run.phases.quantization.linears.held_bytes,
+        "quantized": held_bytes(run.phases.quantization.linears),
         "teacher": 0 if teacher is None else size_of(teacher.storages),
         "kv_cache": 0 if cache.is_released else cache.size,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.device import take_back
 from megatron_rl.quantization.audit import AUDITED_TOKENS, observed
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
+from megatron_rl.quantization.recipe import QuantizedWeight
 from megatron_rl.quantization.shapes import skipped
 from megatron_rl.registry import RECIPES
-from tests.support.quantized import INT4, LINEARS, QUANTIZING, disturb, linears_of, quantizable_policy
+from tests.support.quantized import INT4, LINEARS, QUANTIZING, disturb, held_bytes, linears_of, quantizable_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 TOKENS = torch.arange(24)[None] % 32
@@ -239,7 +241,7 @@ class TestFreshness:
         linears = linears_of(quantizable_policy(ffn_hidden_size=40), recipe)
         linears.refresh()
         linears.release()
-        monkeypatch.setattr("megatron_rl.quantization.linears.take_back", lambda *given: take_back(*given).fill_(1))
+        monkeypatch.setattr("megatron_rl.platform.device.take_back", lambda *given: take_back(*given).fill_(1))
         linears.refresh()
         padding = 0
         for q in (layer.weight for layer in linears.layers):
@@ -247,6 +249,23 @@ class TestFreshness:
             padding += codes.numel() - q.rows * q.columns
             assert codes[q.rows :].count_nonzero() + codes[:, q.columns :].count_nonzero() == 0
         assert padding > 0
+
+    def test_scales_stay_where_they_lie_in_the_operand(self, policy: PolicyModel) -> None:
+        """As those of fp8_block on CUDA: a check compares them while the codes are away."""
+
+        class Joined(type(RECIPES.get("fp8"))):
+            def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
+                q = super().allocate(shape, device)
+                q.operand = torch.ones(len(q.scales), 4)
+                q.scales = q.operand[:, :1]
+                return q
+
+        linears = QuantizedLinears(policy.gpt, Joined())
+        codes = sum(layer.weight.codes.nbytes for layer in linears.layers)
+        held = held_bytes(linears)
+        linears.release()
+        assert all(layer.weight.scales.untyped_storage().nbytes() for layer in linears.layers)
+        assert held - held_bytes(linears) == codes
 
     @pytest.mark.parametrize("recipe", QUANTIZING)
     def test_refreshes_take_no_memory_and_move_nothing(self, policy: PolicyModel, recipe: str) -> None:
