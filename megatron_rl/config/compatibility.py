@@ -71,7 +71,6 @@ class CompatibilityConfig:
     rl_rollout_bank_dir: str | None = flag(None, note=_JOURNAL)
     rl_rollout_bank_max_bytes: int = flag(0, note=_JOURNAL)
     rl_sequence_packing_max_sequences_per_bin: int = flag(50, note="--rl-sequence-packing-bin-size bounds a bin")
-    rl_persist_cuda_graphs: bool = flag(False, note="the graphs of --enable-cuda-graph are kept over steps")
     rl_training_cuda_graphs: bool = flag(False, note="training has no CUDA graphs in this version")
     rl_kv_cache_management_mode: Literal["persist", "offload", "recompute"] = flag(
         "persist", note="training takes the cache's memory where it needs it"

@@ -84,6 +84,9 @@ class KernelConfig:
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")
     """Megatron's newer flag: local means --enable-cuda-graph. CUDA graphs of Transformer Engine layers are not
     supported."""
+    rl_persist_cuda_graphs: bool = flag(False)
+    """Keep the CUDA graphs when the KV cache is released for an update, at reserved addresses. By default they are
+    captured again."""
     use_cpu_initialization: bool = flag(False)
     """Initialize weights on the CPU, which gives the same numbers on every machine."""
     recompute_granularity: Literal["full", "selective"] | None = flag(
@@ -100,6 +103,16 @@ class KernelConfig:
         None, derived=lambda config, _: ("core_attn",) if config.kernels.recompute_granularity == "selective" else None
     )
     """With selective: the modules to recompute, e.g. core_attn mlp. Default: core_attn."""
+
+    @property
+    def captures_graphs(self) -> bool:
+        """The decode step is to be captured."""
+        return self.enable_cuda_graph or self.cuda_graph_impl == "local"
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """The addresses that they read are to stay."""
+        return self.captures_graphs and self.rl_persist_cuda_graphs
 
 
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:

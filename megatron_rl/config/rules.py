@@ -145,7 +145,7 @@ def notes(config: RLConfig) -> list[str]:
 
 
 def _notes_on_values(config: RLConfig) -> Iterator[str]:
-    quantization, kernels, seed = config.quantization, config.kernels, config.training.seed
+    quantization, seed = config.quantization, config.training.seed
     if "seed" not in config.typed and seed != RLConfig().training.seed:
         yield f"--seed {seed} is that of the run that saved the weights, so the answers are drawn as they were there"
     if config.typed.get("finetune") and config.loads_what_it_saves and not config.training.eval_only:
@@ -157,23 +157,29 @@ def _notes_on_values(config: RLConfig) -> Iterator[str]:
     if config.algorithm.grpo_kl_beta > 0 and config.algorithm.rl_kl_estimator == "k1":
         what = "--rl-kl-estimator k1 does not hold the policy to the reference"
         yield f"{what}: the gradient of k1 is 0 in expectation; use k2 or k3"
-    if kernels.cuda_graph_impl == "transformer_engine":
-        yield (
-            "--cuda-graph-impl transformer_engine has no effect: graphs of Transformer Engine's layers are not built; "
-            "local captures the rollouts' decode step"
-        )
-    graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
-    if graphed and config.rollout.rl_inference_engine == "mcore":
-        yield "--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs"
-    in_fp8 = config.precision.fp8_format is not None and kernels.transformer_impl == "transformer_engine"
-    if graphed and in_fp8 and config.model.num_experts and quantization.rl_rollout_quantization == "none":
-        yield (
-            "--enable-cuda-graph has no effect: fp8 products of Transformer Engine's experts ask the host how many "
-            "tokens each has; rollouts with --rl-rollout-quantization fp8 have graphs"
-        )
+    yield from _notes_on_graphs(config)
     if config.precision.fp8_format is not None and quantization.rl_train_forward == "quantized":
         yield (
             f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "
             f"{quantization.rl_rollout_quantization} weights of the rollouts (--rl-train-forward quantized); "
             "fp8 products of Transformer Engine's own layers come with --transformer-impl transformer_engine"
+        )
+
+
+def _notes_on_graphs(config: RLConfig) -> Iterator[str]:
+    kernels, graphed = config.kernels, config.kernels.captures_graphs
+    if kernels.cuda_graph_impl == "transformer_engine":
+        yield (
+            "--cuda-graph-impl transformer_engine has no effect: graphs of Transformer Engine's layers are not built; "
+            "local captures the rollouts' decode step"
+        )
+    if kernels.rl_persist_cuda_graphs and not graphed:
+        yield "--rl-persist-cuda-graphs has no effect without --enable-cuda-graph: there are no graphs to keep"
+    if graphed and config.rollout.rl_inference_engine == "mcore":
+        yield "--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs"
+    in_fp8 = config.precision.fp8_format is not None and kernels.transformer_impl == "transformer_engine"
+    if graphed and in_fp8 and config.model.num_experts and config.quantization.rl_rollout_quantization == "none":
+        yield (
+            "--enable-cuda-graph has no effect: fp8 products of Transformer Engine's experts ask the host how many "
+            "tokens each has; rollouts with --rl-rollout-quantization fp8 have graphs"
         )

@@ -134,7 +134,7 @@ class Engine(Protocol):
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
-        """The KV cache: between rollouts its memory may go, and come back zeroed at other addresses. None: it stays."""
+        """The KV cache with all views: between rollouts its memory may go, and come back zeroed. None: it stays."""
         return []
 
     def forget_graphs(self) -> None:

@@ -70,8 +70,9 @@ class Cache(ABC):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that hold what sequences leave."""
-        return [*self.paged, *([] if self.states is None else self.states.tensors)]
+        """The tensors that hold what sequences leave, and views of them."""
+        views = self.values if self.is_latent else []
+        return [*self.paged, *views, *([] if self.states is None else self.states.tensors)]
 
     @property
     def paged(self) -> list[torch.Tensor]:

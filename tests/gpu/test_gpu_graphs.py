@@ -202,6 +202,39 @@ def test_a_capture_that_fails_leaves_an_engine_that_works(one_rank, caplog):
 
 
 @pytest.mark.parametrize("recipe", ["none", "fp8"])
+def test_graphs_stay_over_memory_that_comes_back_at_the_same_addresses(one_rank, recipe):
+    from megatron_rl.platform.reserved import CudaDriver, reserving
+
+    policy = tiny_policy(tiny_config(bf16=True))
+    driver = CudaDriver(policy.device)
+    if not driver.can_reserve:
+        pytest.skip("this GPU has no virtual memory management")
+    linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe), leaving=reserving(driver))
+    graphed, eager = _pair(policy)
+    cache = graphed.cache_tensors
+    held = reserving(driver)(cache)
+    addresses = [tensor.data_ptr() for tensor in cache]
+    with linears.installed():
+        assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
+        replays = list(graphed.runner.graphs.recorded.values())
+        for _ in range(3):
+            torch.cuda.synchronize()
+            free = torch.cuda.mem_get_info()[0]
+            held.release()
+            linears.release()
+            assert torch.cuda.mem_get_info()[0] >= free + held.size
+            torch.full((2 * held.size,), 255, dtype=torch.uint8, device="cuda")  # others have it meanwhile
+            torch.cuda.empty_cache()
+            _update(policy)
+            held.take_back()
+            linears.refresh()
+            assert not any(tensor.view(torch.uint8).any() for tensor in cache)
+            assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
+    assert [tensor.data_ptr() for tensor in cache] == addresses
+    assert all(a is b for a, b in zip(replays, graphed.runner.graphs.recorded.values(), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8"])
 @pytest.mark.parametrize("chunks", [None, 2])
 def test_stages_replayed_are_the_eager_steps(recipe, chunks):
     """A graph for each chunk of layers; the other lane's messages are under way while one captures."""

@@ -105,6 +105,30 @@ def test_free_memory_counts_what_the_allocator_keeps() -> None:
     assert memory.peak() >= 2**28
 
 
+def test_there_may_be_no_memory_for_the_same_addresses() -> None:
+    """What torch's allocator only keeps is not in the way; what is in use is, until it is free."""
+    from megatron_rl.platform.device import is_out_of_memory
+    from megatron_rl.platform.reserved import CudaDriver, Reserved
+
+    driver = CudaDriver(torch.device("cuda", torch.cuda.current_device()))
+    if not driver.can_reserve:
+        pytest.skip("this GPU has no virtual memory management")
+    block = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+    memory = Reserved(driver, [block])
+    address = block.data_ptr()
+    memory.release()
+    torch.cuda.empty_cache()
+    others = torch.empty(torch.cuda.mem_get_info()[0] - 2**29, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        memory.take_back()
+    assert is_out_of_memory(refused.value)
+    assert memory.is_released
+    del others
+    memory.take_back()
+    block[-1] = 3
+    assert (block.data_ptr(), block.sum().item(), block.is_cuda) == (address, 3, True)
+
+
 def test_an_impossible_allocation_is_recognised() -> None:
     from megatron_rl.platform.device import is_out_of_memory, reason_of
 

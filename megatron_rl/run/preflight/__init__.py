@@ -36,6 +36,7 @@ def preflight(config: RLConfig, is_run: bool = True) -> list[Problem]:
         *wrong,
         *machine.quantization_problems(config),
         *machine.attention_problems(config),
+        *machine.graph_problems(config),
         *machine.service_problems(config),
     ]
 

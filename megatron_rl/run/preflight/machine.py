@@ -148,6 +148,20 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
     return problems
 
 
+def graph_problems(config: RLConfig) -> list[Problem]:
+    """Report a driver that cannot give memory back at the addresses that graphs read."""
+    if not config.kernels.keeps_graphs or is_for_other_machines(config):
+        return []
+    from megatron_rl.platform import current_platform
+    from megatron_rl.platform.reserved import CudaDriver
+
+    platform = current_platform()
+    if not platform.is_cuda or CudaDriver(platform.device).can_reserve:
+        return []
+    text = "cannot be had: this GPU has no virtual memory management; leave it out (graphs are captured in every step)"
+    return [config.problem("rl_persist_cuda_graphs", text)]
+
+
 def transformer_engine_problems(config: RLConfig) -> list[Problem]:
     """Report that it is asked for and not installed; in a check for other machines as a note."""
     asked = config.typed.get("transformer_impl") == "transformer_engine"

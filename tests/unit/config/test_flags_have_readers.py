@@ -48,3 +48,9 @@ def test_backends_and_pages_have_no_notes_but_a_rounded_cache_has_in_unquantised
     (line,) = notes(parse_config([*flags, "fp8"]))
     assert line.startswith("--rl-evaluate-unquantized leaves the KV cache in fp8")
     assert notes(parse_config([*flags, "auto"])) == []
+
+
+def test_graphs_are_kept_only_where_there_are_some() -> None:
+    (line,) = notes(parse_config(["--rl-persist-cuda-graphs"]))
+    assert line.startswith("--rl-persist-cuda-graphs has no effect without --enable-cuda-graph")
+    assert notes(parse_config(["--rl-persist-cuda-graphs", "--enable-cuda-graph"])) == []
