@@ -29,6 +29,7 @@ def install() -> None:
     _patch_random_numbers()
     _patch_tensor_factories()
     _patch_tensor_methods()
+    _gather_dtypes_apart()
     _keep_optimizers_from_the_compiler()
     _import_megatron_without_compilation()
     _patch_megatron()
@@ -124,6 +125,20 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.type = tensor_type
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.Tensor.record_stream = _do_nothing
+
+
+def _gather_dtypes_apart() -> None:
+    """gloo makes one tensor of all that megatron's DDP gathers at once: bf16 weights came out in place of fp8 codes."""
+    names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")  # of torch 2.13, and before
+    name = next(name for name in names if hasattr(dist.ProcessGroup, name))
+    gather = getattr(dist.ProcessGroup, name)
+
+    def gathered(group: dist.ProcessGroup, wholes: Sequence[Any], parts: Sequence[Any], *given: Any) -> dist.Work:
+        if len({part.dtype for part in parts}) > 1:
+            wholes, parts = ([tensor.view(torch.uint8) for tensor in tensors] for tensors in (wholes, parts))
+        return gather(group, wholes, parts, *given)
+
+    setattr(dist.ProcessGroup, name, gathered)
 
 
 def _keep_optimizers_from_the_compiler() -> None:
