@@ -1,9 +1,9 @@
 """As much of Transformer Engine as megatron-core builds layers from, in plain torch, for CPUs.
 
 It has the names, the parameters, the shapes it refuses and the caching of fp8 weights of the real one (2.3; of its
-grouped linear those that 2.3 and 2.20 share), so that what is around its layers can be tested. Its fp8 rounds both
-operands to E4M3 with a scale a row, whatever the recipe. It says nothing about the real kernels. Put this folder on
-``sys.path`` before megatron-core is imported.
+grouped linear those that 2.3 and 2.20 share), so that what is around its layers can be tested. Its fp8 rounds
+activations and experts to E4M3 with a scale a row, whatever the recipe, and weights as `fake_quantized` does. It says
+nothing about the real kernels. Put this folder on ``sys.path`` before megatron-core is imported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import fake_quantized
 import torch
 import torch.nn.functional as functional
 from fake_exchanges import added_up, read_by_all
@@ -57,7 +58,7 @@ class DelayedScaling(_Recipe):
 
 
 class FP8GlobalStateManager:
-    depth = 0
+    depth, recipe = 0, None
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -67,6 +68,7 @@ class FP8GlobalStateManager:
 @contextlib.contextmanager
 def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: Any = None) -> Iterator[None]:
     before, FP8GlobalStateManager.depth = FP8GlobalStateManager.depth, int(enabled)
+    FP8GlobalStateManager.recipe = fp8_recipe
     RECIPES.append(fp8_recipe)
     try:
         yield
@@ -94,11 +96,12 @@ class _Product(torch.nn.Module):
         self.out_features = out_features if is_row else out_features // tp_size
         self.tp_size, self.tp_group, self.sequence_parallel = tp_size, tp_group, sequence_parallel and tp_size > 1
         self.return_bias, self.use_bias = return_bias, bias
-        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        weight = torch.empty(self.out_features, self.in_features, dtype=params_dtype)
+        init_method(weight)
+        self.weight = fake_quantized.first_weight(weight)
         vars(self.weight).update(tensor_model_parallel=True, partition_dim=int(is_row), partition_stride=1)
         values = torch.zeros(self.out_features, dtype=params_dtype)
         self.bias = torch.nn.Parameter(values) if bias else torch.Tensor()
-        init_method(self.weight)
         self._kept: torch.Tensor | None = None
 
     def product(self, x: torch.Tensor, is_first_microbatch: bool | None) -> Any:
@@ -106,17 +109,27 @@ class _Product(torch.nn.Module):
         if FP8GlobalStateManager.is_fp8_enabled():
             rows = x.numel() // x.shape[-1]
             assert rows % 8 == 0 and x.shape[-1] % 16 == 0, f"fp8 products of {rows} x {x.shape[-1]}: not padded"
-            if is_first_microbatch is None or is_first_microbatch or self._kept is None:
-                self._kept = _rounded(weight)
-            x, weight = _rounded(x), self._kept
+            x = _rounded(x)
         if self.parallel_mode == "column" and self.tp_size > 1:
             x = read_by_all(x, self.tp_group, self.sequence_parallel)
-        out = torch.matmul(x, weight.t())
+        if FP8GlobalStateManager.is_fp8_enabled():
+            out = fake_quantized.Product.apply(x, weight, self._numbers(is_first_microbatch))
+        else:
+            out = torch.matmul(x, weight.t())
         if self.parallel_mode == "row" and self.tp_size > 1:
             out = added_up(out, self.tp_group, self.sequence_parallel)
         if self.return_bias:
             return out, self.bias
         return out + self.bias if self.use_bias else out
+
+    def _numbers(self, is_first_microbatch: bool | None) -> torch.Tensor:
+        """What an fp8 product multiplies by."""
+        if isinstance(self.weight, fake_quantized.QuantizedTensor):
+            return self.weight.dequantize()
+        if is_first_microbatch is None or is_first_microbatch or self._kept is None:
+            kind = fake_quantized.kind_of(FP8GlobalStateManager.recipe)
+            self._kept = kind.of(self.weight.detach()).dequantize()
+        return self._kept
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -243,15 +256,25 @@ pytorch = _module(
     Fp8Padding=Fp8Padding,
     Fp8Unpadding=Fp8Unpadding,
     fp8_autocast=fp8_autocast,
+    fp8_model_init=fake_quantized.fp8_model_init,
     fp8=_module(
         "pytorch.fp8",
         FP8GlobalStateManager=FP8GlobalStateManager,
         fp8_autocast=fp8_autocast,
-        fp8_model_init=contextlib.nullcontext,  # imported by megatron-core 0.19; nobody here enters it
+        fp8_model_init=fake_quantized.fp8_model_init,
     ),
     distributed=_module(
         "pytorch.distributed", CudaRNGStatesTracker=object, activation_recompute_forward=_Absent
     ),
     ops=_module("pytorch.ops", Sequential=_Absent, FusibleOperation=_Absent),
-    tensor=_module("pytorch.tensor", QuantizedTensor=type("QuantizedTensor", (torch.Tensor,), {})),
+    tensor=_module(
+        "pytorch.tensor",
+        QuantizedTensor=fake_quantized.QuantizedTensor,
+        utils=_module(
+            "pytorch.tensor.utils",
+            replace_raw_data=fake_quantized.replace_raw_data,
+            cast_master_weights_to_fp8=fake_quantized.cast_master_weights_to_fp8,
+            post_all_gather_processing=fake_quantized.post_all_gather_processing,
+        ),
+    ),
 )
