@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -180,7 +181,10 @@ class CheckpointManager:
             self._saved_step = state.step
         kept = optimization if state.has_optimizer and with_optimizer else None
         kept_critic = critic if state.critic_has_optimizer and with_optimizer else None
-        self._load(directory, policy, kept, None if critic is None else (critic.policy, kept_critic))
+        # Where main parameters are made of the weights, these must come as they are in the files.
+        is_filled = kept is None and policy.fp8_weights is not None
+        with policy.fp8_weights.taken_out() if is_filled else contextlib.nullcontext():
+            self._load(directory, policy, kept, None if critic is None else (critic.policy, kept_critic))
         for model, has_state in ((optimization, kept), (critic, kept_critic)):
             if model is not None and has_state is None:
                 model.start_again()

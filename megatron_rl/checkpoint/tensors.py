@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_base
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
@@ -120,6 +121,10 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
             state["optimizer"] = optimization.optimizer.sharded_state_dict(
                 models, is_loading=loading, metadata=metadata
             )
+    if policy.fp8_weights is not None and not loading:
+        for piece in nested_values({name: state[name] for name in named_chunks(policy)}):
+            if is_float8tensor(getattr(piece, "data", None)):
+                piece.data = policy.fp8_weights.numbers_of(piece.data)
     return state
 
 

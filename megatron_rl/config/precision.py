@@ -37,7 +37,8 @@ class PrecisionConfig:
     """Scaling of fp8 training: blockwise, a power-of-two scale per tile of 128 x 128; tensorwise, one scale per tensor,
     with transformer_engine only. The others are refused."""
     fp8_param_gather: bool = flag(False)
-    """Not supported; parameters stay in bf16, and every forward pass of fp8 training quantizes them."""
+    """Keep the weights of Transformer Engine's fp8 linears as codes, made of the main parameters after each update, and
+    gather codes. Needs --fp8-format and --use-distributed-optimizer."""
     use_precision_aware_optimizer: bool = flag(False)
     """Keep Adam's moments in --exp-avg-dtype and --exp-avg-sq-dtype. Needs --use-distributed-optimizer."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32")
@@ -85,11 +86,6 @@ def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     form, recipe = config.precision.fp8_format, config.precision.fp8_recipe
     if config.precision.fp16:
         yield "fp16", "is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
-    if config.precision.fp8_param_gather:
-        yield "fp8_param_gather", (
-            "is not built: parameters are bf16, with fp32 main parameters; leave it out, and use --fp8-format with "
-            "--fp8-recipe for fp8 products"
-        )
     if form is None and recipe is None:
         return
     engine = config.kernels.transformer_impl == "transformer_engine"
@@ -140,6 +136,37 @@ def _engine_fp8(config: RLConfig) -> Iterator[Finding]:
             f"{odd.rows} x {odd.columns}, and fp8 products take multiples of 16; use another tensor-parallel size, or "
             "leave --fp8-format and --fp8-recipe out"
         )
+
+
+def code_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Report what a model whose weights are fp8 codes needs, and what is not built for it."""
+    if not config.precision.fp8_param_gather:
+        return
+    parallel = config.parallel
+    needed = {
+        "--transformer-impl transformer_engine": config.kernels.transformer_impl == "transformer_engine",
+        "--fp8-format e4m3 --fp8-recipe blockwise": config.precision.fp8_format is not None,
+        "--use-distributed-optimizer": parallel.use_distributed_optimizer,
+    }
+    refused = {
+        "--num-experts": config.model.num_experts is not None,
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size > 1,
+        # megatron-core turns codes for the backward pass only where a forward pass has waited for them: not rollouts.
+        "--overlap-param-gather": parallel.overlap_param_gather,
+        "--lora-rank": config.lora.lora_rank is not None,
+        "--grpo-kl-beta": config.wants_reference,
+        "--rl-advantage gae": config.wants_critic,
+        "a teacher": config.wants_teacher,
+        "--rl-train-forward quantized": config.quantization.rl_train_forward == "quantized",
+        "--use-precision-aware-optimizer": config.precision.use_precision_aware_optimizer,
+        "--use-cpu-initialization": config.kernels.use_cpu_initialization,
+        "--eval-only": config.training.eval_only,
+    }
+    if missing := [name for name, is_there in needed.items() if not is_there]:
+        yield "fp8_param_gather", f"needs {' '.join(missing)} beside it; add {'it' if len(missing) == 1 else 'them'}"
+    for name, is_there in refused.items():
+        if is_there:
+            yield "fp8_param_gather", f"with {name} is not built; leave one of them out"
 
 
 def moment_problems(config: RLConfig, _: int) -> Iterator[Finding]:

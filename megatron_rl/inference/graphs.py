@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.engine import EngineOptions
@@ -126,6 +127,7 @@ class DecodeGraphs:
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._linears = [vars(linear) for linear in dict.fromkeys(parallel_linears(model).values())]
         self._weights = (*model.parameters(), *model.buffers())
+        self._codes = tuple(filter(is_float8tensor, self._weights))  # whose own addresses are 0
         self.recorded: dict[tuple, dict[int, list[Work]]] = {}
         """(`_variant`, `_addresses`, key length, modes) -> batch size -> a replay for each part."""
         self._warm: set[tuple] = set()
@@ -176,7 +178,8 @@ class DecodeGraphs:
 
     def _addresses(self) -> tuple[int, ...]:
         """Return those of weights and cache. Quantised copies are never replaced: new ones are another variant."""
-        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self._cache.tensors)))
+        codes = [weight.get_data_tensors()[0] for weight in self._codes]
+        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *codes, *self._cache.tensors)))
 
     def _drop_stale(self, variant: tuple[weakref.ref | None, ...], addresses: tuple[int, ...]) -> None:
         """Forget graphs that read what is no longer there."""

@@ -27,6 +27,7 @@ from megatron_rl.models.attention.rotation import rope_tables
 from megatron_rl.models.attention.selection import Attention, checked_attention, requirements_of
 from megatron_rl.models.blocks import BLOCKS
 from megatron_rl.models.expert_ops import quick_gelu
+from megatron_rl.models.fp8_weights import Fp8Weights
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters, refuse_buffers
 from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings, pad_products
@@ -62,6 +63,8 @@ class PolicyModel:
     """Real vocabulary; columns from here to ``padded_vocab_size`` are never sampled or scored."""
     dtype: torch.dtype
     device: torch.device
+    fp8_weights: Fp8Weights | None = None
+    """Of `--fp8-param-gather`: weights that are codes once they are trained."""
 
     @property
     def gpt(self) -> GPTModel:
@@ -178,10 +181,9 @@ def build_model(
     if len({layer.cache for layer in layout.key_layers}) > 1:  # one shape is tried, and given to megatron's own engine
         raise ConfigError(["layers whose heads differ in number or width are not built: the KV cache has one shape"])
     with weights_left_as_they_are():
-        chunks = tuple(
-            _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
-            for chunk in range(config.stages.chunks)
-        )
+        chunks = [_build_chunk(config, transformer_config, layout, chunk) for chunk in range(config.stages.chunks)]
+    fp8_weights = Fp8Weights(chunks) if transformer_config.fp8_param else None
+    chunks = tuple(gpt.to(platform.device) for gpt in chunks)
     refuse_buffers(chunks)
     transformer_config.moe_router_enable_expert_bias = False  # else megatron moves the frozen biases after each update
     on_cpu = transformer_config.use_cpu_initialization
@@ -207,6 +209,7 @@ def build_model(
         vocab_size=vocab_size,
         dtype=transformer_config.params_dtype,
         device=platform.device,
+        fp8_weights=fp8_weights,
     )
     logger.info("%s: %s parameters on this rank, vocabulary %d (padded to %d)",
                 "model" if head == "vocabulary" else "critic", f"{policy.num_parameters:,}", vocab_size,

@@ -20,6 +20,7 @@ from megatron_rl.families.parts import EMBEDDING
 from megatron_rl.models.adapters import adapters_in
 from megatron_rl.models.blocks.experts import GroupedExperts
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.quantization.copies import as_numbers
 from megatron_rl.quantization.linears import counted_over_ranks
 
 _INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2", "out_proj")
@@ -87,7 +88,8 @@ def sum_over_model(
 
     Collective over a copy of the model and whoever shares experts with it. Reads the device once.
     """
-    shares = [(".experts." in name, share(name, parameter.detach())) for name, parameter in counted_once(chunks)]
+    counted = ((name, as_numbers(parameter).detach()) for name, parameter in counted_once(chunks))
+    shares = [(".experts." in name, share(name, values)) for name, values in counted]
     of_experts, others = (
         sum((number for is_an_experts, number in shares if is_an_experts == kind), torch.zeros_like(shares[0][1]))
         for kind in (True, False)

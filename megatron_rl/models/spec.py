@@ -109,6 +109,7 @@ def fp8_settings(config: RLConfig) -> dict[str, Any]:
     return {
         "fp8": precision.fp8_format,
         "fp8_recipe": precision.fp8_recipe,
+        "fp8_param": precision.fp8_param_gather,
         # Otherwise the fp8 weights are kept from one forward pass to the next until megatron's training schedule
         # says that they have changed: scoring and rollouts after an update would run on those before it.
         "disable_parameter_transpose_cache": True,

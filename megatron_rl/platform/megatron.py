@@ -274,6 +274,15 @@ def remake_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
+def owned_numbers(optimizer: Any, parameter: torch.nn.Parameter) -> slice | None:
+    """Return which numbers of a ``parameter`` this rank's part of a distributed optimizer updates; None: none."""
+    for part in optimizer.chained_optimizers:
+        if parameter in part.model_param_gbuf_map:
+            found = part._get_model_param_range_map(parameter)["param"]
+            return slice(found.start, found.end)
+    return None
+
+
 @contextlib.contextmanager
 def weights_left_as_they_are() -> Iterator[None]:
     """Inside, layers that are made on the host leave their weights as the memory is.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -95,9 +96,18 @@ class StackedLinear(torch.nn.Module):
         return self.bias[torch.searchsorted(ends, each, right=True).clamp_max(len(ends) - 1)]
 
 
+def as_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight``; of fp8 codes (`--fp8-param-gather`) the numbers that they mean, a copy."""
+    if not is_float8tensor(weight):
+        return weight
+    with torch.no_grad():
+        return weight.dequantize()
+
+
 def weight_of(module: torch.nn.Module, expert: int | None = None) -> torch.Tensor:
     """Return what a linear, or an ``expert`` of a stack, multiplies by, [N, K]: weight plus adapter."""
-    weight, adapter = module.weight if expert is None else module.weight[expert], getattr(module, "adapter", None)
+    weight = as_numbers(module.weight) if expert is None else module.weight[expert]
+    adapter = getattr(module, "adapter", None)
     return weight if adapter is None else adapter.merged(weight, expert)
 
 

@@ -56,9 +56,13 @@ class Optimization:
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
         self._empty_cache_level = config.training.empty_unused_memory_level
+        if policy.fp8_weights is not None:
+            policy.fp8_weights.put_in()
         self.wrapped = _wrap(policy, config)
         """One for each of the policy's chunks, in their order."""
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
+        if policy.fp8_weights is not None:
+            policy.fp8_weights.trained_by(self.optimizer)
         self._dithers = config.precision.dither_main_params
         self._dither()
         self.schedule = Schedule(self.optimizer, config)
@@ -77,6 +81,8 @@ class Optimization:
     def start_again(self) -> None:
         """Make the main parameters anew from the model's, as at the beginning."""
         self.optimizer.reload_model_params()
+        if self.policy.fp8_weights is not None:
+            self.policy.fp8_weights.begin_main_parameters()
         self._dither()
 
     def _dither(self) -> None:
@@ -186,6 +192,7 @@ def _wrap(policy: PolicyModel, config: RLConfig) -> list[DistributedDataParallel
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_param_gather=parallel.overlap_param_gather,
+        fp8_param_gather=config.precision.fp8_param_gather,
         # Gradients are summed; the loss's global denominator divides them once, at the end.
         average_in_collective=False,
     )
@@ -201,6 +208,7 @@ def _build_optimizer(wrapped: list[DistributedDataParallel], config: RLConfig, d
         **vars(config.optimizer),
         min_lr=config.schedule.min_lr,  # must not be None: megatron compares with it
         bf16=config.precision.bf16,
+        fp8_recipe=config.precision.fp8_recipe,
         params_dtype=dtype,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,

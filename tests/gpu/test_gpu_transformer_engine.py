@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import RECIPES
 from tests.gpu.test_gpu_engine import _generate, _trainer_logprobs
@@ -167,3 +168,39 @@ def test_our_block_recipes_are_transformer_engines(name: str, power_of_two: bool
     ):
         assert (ours - theirs).norm() < 2e-3 * theirs.norm()
         assert ((ours - theirs).abs() > 0.01 * theirs.abs()).float().mean() < 1e-3
+
+
+def test_weights_that_are_codes(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    """At the start, after an update and after a resume: what `fp8_block_pow2` makes of main parameters in bf16."""
+    from megatron_rl.checkpoint.manager import CheckpointManager
+    from megatron_rl.checkpoint.run_state import RunState
+    from megatron_rl.trainer.optimizer import Optimization
+
+    flags = {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}
+    config = tiny_config(**ENGINE, **SIZES, **flags, use_distributed_optimizer=True)
+    policy, other = tiny_policy(config), tiny_policy(config, seed=2)
+    first = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    optimizations = [Optimization(each, config) for each in (policy, other)]
+    recipe, manager = RECIPES.get("fp8_block_pow2"), CheckpointManager(tmp_path, 0, one_rank)
+    for number in range(2):
+        for name, module in linears(policy).items():
+            numbers = policy.fp8_weights.numbers_of(module.weight)
+            assert number or torch.equal(numbers, first[name]), name
+            copy = recipe.allocate(numbers.shape, numbers.device)
+            recipe.encode(numbers, copy)
+            assert torch.equal(recipe.dequantize(copy), module.weight.dequantize().float()), name
+        optimizations[0].zero_grad()
+        for parameter in policy.parameters():
+            parameter.main_grad.normal_()
+        optimizations[0].step()
+    manager.save(RunState(step=2), policy, optimizations[0])
+    manager.resume(manager.newest(), other, optimizations[1])
+    for name, module in linears(other).items():
+        assert torch.equal(module.weight.dequantize(), linears(policy)[name].weight.dequantize()), name
+
+
+def linears(policy: PolicyModel) -> dict[str, torch.nn.Module]:
+    """Those of the layers, by the names of their weights."""
+    prefixed = ((f"decoder.layers.{layer.layer_number - 1}", layer) for layer in policy.layers)
+    named = (pair for prefix, layer in prefixed for pair in layer.named_modules(prefix=prefix))
+    return {f"{name}.weight": module for name, module in named if hasattr(module, "te_return_bias")}

@@ -204,6 +204,7 @@ def read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
     made_again = config.precision.bf16 and config.parallel.use_distributed_optimizer
     is_quantized = config.quantization.rl_rollout_quantization != "none"
     made_again &= config.lora.lora_rank is None  # frozen weights are nowhere else
+    made_again &= not config.precision.fp8_param_gather  # copies are made of these
     if not is_quantized or not made_again or "weights" in config.rollout.rl_keep_in_rollouts:
         return None
     replaced = sum(linear.rows * linear.columns for linear in quantized_linears(config, layout))

@@ -164,7 +164,7 @@ class Weights:
         self._leaving = leaving
         tensors = [buffer.param_data for buffer in _buffers(optimization) if buffer.param_data is not None]
         # fp32 weights are their own main parameters, and frozen ones have none: nothing else has their values.
-        is_made_of_main = optimization.policy.dtype == torch.bfloat16
+        is_made_of_main = optimization.policy.dtype == torch.bfloat16 and optimization.policy.fp8_weights is None
         is_made_of_main &= all(parameter.requires_grad for parameter in optimization.policy.parameters())
         self._buffers = Leaving(tensors if is_made_of_main else ())
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}

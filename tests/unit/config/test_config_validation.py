@@ -40,6 +40,10 @@ def test_groups_are_required_only_in_rl(problems):
 
 
 ENGINE = {"transformer_impl": "transformer_engine"}
+FP8_WEIGHTS = {
+    **ENGINE, "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True,
+}  # fmt: skip
+CODES = {**FP8_WEIGHTS, "use_distributed_optimizer": True}
 TENSOR_2 = {"tensor_model_parallel_size": "2"}
 TENSOR_8 = {"tensor_model_parallel_size": "8"}
 SAMPLES = {"train_iters": None, "train_samples": "3200"}
@@ -97,7 +101,22 @@ ONE_PROBLEM = [
         ["--rl-sequence-packing-bin-size 100 ", "128 tokens", "at least 128"],
     ),
     ({"fp16": True}, 1, ["--fp16 is refused", "use --bf16"]),
-    ({"fp8_param_gather": True}, 1, ["--fp8-param-gather is not built", "use --fp8-format with --fp8-recipe"]),
+    ({"fp8_param_gather": True}, 1, ["--fp8-param-gather needs --transformer-impl transformer_engine --fp8-format"]),
+    (FP8_WEIGHTS, 1, ["needs --use-distributed-optimizer beside it; add it"]),
+    (CODES | {"num_experts": "4", "disable_bias_linear": True}, 1, ["--fp8-param-gather with --num-experts is not"]),
+    (CODES | TENSOR_2, 2, ["--fp8-param-gather with --tensor-model-parallel-size is not built; leave one of them"]),
+    (
+        CODES | {"overlap_param_gather": True, "overlap_grad_reduce": True}, 1,
+        ["--fp8-param-gather with --overlap-param-gather is not built"],
+    ),
+    (CODES | {"grpo_kl_beta": "0.1"}, 1, ["--fp8-param-gather with --grpo-kl-beta is not built"]),
+    (CODES | {"rl_advantage": "gae"}, 1, ["--fp8-param-gather with --rl-advantage gae is not built"]),
+    (CODES | {"use_precision_aware_optimizer": True}, 1, ["with --use-precision-aware-optimizer is not built"]),
+    (CODES | {"use_cpu_initialization": True}, 1, ["--fp8-param-gather with --use-cpu-initialization is not built"]),
+    (
+        CODES | {"rl_rollout_quantization": "fp8_block_pow2", "rl_train_forward": "quantized"}, 1,
+        ["--fp8-param-gather with --rl-train-forward quantized is not built"],
+    ),
     ({"fp8_format": "e4m3"}, 1, ["--fp8-format e4m3 needs --fp8-recipe blockwise"]),
     ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise needs --fp8-format e4m3"]),
     ({"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, 1, ["hybrid", "refused", "--fp8-format e4m3"]),

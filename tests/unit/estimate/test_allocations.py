@@ -187,6 +187,16 @@ def test_unquantised_rollouts_have_no_copies() -> None:
     assert estimated(tiny_config()).quantized.update == 0
 
 
+def test_weights_that_are_codes_stay_in_rollouts() -> None:
+    """Nothing else makes the rollouts' copies of them; in bytes they are those of bf16, being there for both passes."""
+    flags = {
+        "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise", "transformer_impl": "transformer_engine",
+        "use_distributed_optimizer": True, "rl_rollout_quantization": "fp8_block_pow2",
+    }  # fmt: skip
+    plain, codes = (estimate(tiny_config(**flags, fp8_param_gather=codes), 1, VOCABULARY) for codes in (False, True))
+    assert plain.weights.rollout < codes.weights.rollout == codes.weights.update == plain.weights.update
+
+
 def test_the_reference_is_two_copies_in_host_memory(one_rank: ParallelGroups) -> None:
     config = tiny_config(bf16=True, grpo_kl_beta=0.01)
     policy, before = tiny_policy(config), held(alive())
