@@ -37,6 +37,7 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.megatron import asynchronous_writer, parameters_where_they_lie, use_result_queue
+from megatron_rl.quantization.copies import as_numbers
 from megatron_rl.trainer.optimizer import Optimization
 
 _METADATA = {
@@ -121,10 +122,11 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
             state["optimizer"] = optimization.optimizer.sharded_state_dict(
                 models, is_loading=loading, metadata=metadata
             )
-    if policy.fp8_weights is not None and not loading:
+    if policy.fp8_weights is not None:
+        numbers_of = as_numbers if loading else policy.fp8_weights.numbers_of
         for piece in nested_values({name: state[name] for name in named_chunks(policy)}):
             if is_float8tensor(getattr(piece, "data", None)):
-                piece.data = policy.fp8_weights.numbers_of(piece.data)
+                piece.data = numbers_of(piece.data)
     return state
 
 
