@@ -38,7 +38,7 @@ class PrecisionConfig:
     with transformer_engine only. The others are refused."""
     fp8_param_gather: bool = flag(False)
     """Keep the weights of Transformer Engine's fp8 linears as codes, made of the main parameters after each update, and
-    gather codes. Needs --fp8-format and --use-distributed-optimizer."""
+    gather codes; experts stay in bf16. Needs --fp8-format and --use-distributed-optimizer."""
     use_precision_aware_optimizer: bool = flag(False)
     """Keep Adam's moments in --exp-avg-dtype and --exp-avg-sq-dtype. Needs --use-distributed-optimizer."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32")
@@ -149,8 +149,6 @@ def code_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         "--use-distributed-optimizer": parallel.use_distributed_optimizer,
     }
     refused = {
-        "--num-experts": config.model.num_experts is not None,
-        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size > 1,
         # megatron-core turns codes for the backward pass only where a forward pass has waited for them: not rollouts.
         "--overlap-param-gather": parallel.overlap_param_gather,
         "--lora-rank": config.lora.lora_rank is not None,

@@ -78,6 +78,6 @@ class Fp8Weights:
         place = owned_numbers(self._optimizer, codes)
         if place is not None:
             whole.view(-1)[place] = codes.main_param.to(whole.dtype)
-        (part,) = self._optimizer.chained_optimizers
-        dist.all_reduce(whole.view(torch.uint8), group=part.data_parallel_group)  # a byte is of one rank
+        dense, *_ = self._optimizer.chained_optimizers  # then that of experts, who have no codes
+        dist.all_reduce(whole.view(torch.uint8), group=dense.data_parallel_group)  # a byte is of one rank
         return whole

@@ -44,6 +44,12 @@ BF16_WEIGHTS = {
 }  # fmt: skip
 """Widths of more than a tile that are no multiples of one. Norms of gradients are added up in another order."""
 CODES = BF16_WEIGHTS | {"fp8_param_gather": True}
+TENSOR = {
+    "tensor_model_parallel_size": 2, "sequence_parallel": True, "hidden_size": 160, "ffn_hidden_size": 320,
+}  # fmt: skip
+EXPERTS = {
+    "expert_model_parallel_size": 2, "num_experts": 4, "moe_ffn_hidden_size": 80, "disable_bias_linear": True,
+}  # fmt: skip
 CASES = {
     "bf16": BF16_WEIGHTS, "codes": CODES, "fp8_block_pow2": CODES | {"rl_rollout_quantization": "fp8_block_pow2"},
     "int8": CODES | {"rl_rollout_quantization": "int8"},
@@ -75,9 +81,20 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     return report
 
 
-def two_updates(groups: ParallelGroups, folder: Path, reads: bool = False) -> list[str]:
+def on_parts(folder: str, layout: str) -> dict[str, Any]:
+    """Of two ranks that have a part of every linear, or other experts."""
+    single_thread()
+    flags = {"tensor": TENSOR, "experts": EXPERTS}[layout]
+    groups = initialize(tiny_config(2, **flags).parallel, current_platform())
+    report: dict[str, Any] = {name: steps(groups, CASES[name] | flags) for name in ("bf16", "codes", "fp8_block_pow2")}
+    report["two"] = [two_updates(groups, Path(folder), reads, **flags) for reads in (False, True)]
+    shut_down()
+    return report
+
+
+def two_updates(groups: ParallelGroups, folder: Path, reads: bool = False, **more: Any) -> list[str]:
     """Two updates and a checkpoint in between; if it ``reads`` the second alone, after that checkpoint."""
-    policy, optimization = built(tiny_config(groups.world_size, **CODES), seed=2 if reads else 1)
+    policy, optimization = built(tiny_config(groups.world_size, **CODES | more), seed=2 if reads else 1)
     if reads:
         resumed(folder, policy, optimization, groups)
     else:

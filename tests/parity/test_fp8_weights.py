@@ -96,6 +96,20 @@ def test_steps_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
             assert metrics["training/rollout_logprob_gap_mean"] < 1e-5 and metrics["actor/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("layout", ["tensor", "experts"])
+def test_two_ranks_with_different_parts(tmp_path: Path, layout: str) -> None:
+    """Experts stay in bf16. The norm alone is added up in another order than that of bf16 weights."""
+    reports = run_ranks(f"{CASE}:on_parts", 2, imported_under=FAKE, folder=str(tmp_path), layout=layout)
+    assert (reports[0]["two"] == reports[1]["two"]) == (layout == "experts"), "which share all that are codes"
+    for report in reports:
+        for found, wanted in zip(report["codes"]["metrics"], report["bf16"]["metrics"], strict=True):
+            assert found.pop("actor/grad_norm") == pytest.approx(wanted.pop("actor/grad_norm"), rel=1e-6)
+            assert found == wanted
+        assert layout == "experts" or report["fp8_block_pow2"]["copies"] < 1e-12
+        whole, resumed = report["two"]
+        assert whole == resumed
+
+
 def test_graphs_outlive_an_update_but_not_a_move(report: dict[str, Any]) -> None:
     """They go by the addresses of codes, as a quantised tensor has none of its own."""
     eager, graphs, eager_after, graphs_after, *_ = report["replayed"]["tokens"]

@@ -103,8 +103,6 @@ ONE_PROBLEM = [
     ({"fp16": True}, 1, ["--fp16 is refused", "use --bf16"]),
     ({"fp8_param_gather": True}, 1, ["--fp8-param-gather needs --transformer-impl transformer_engine --fp8-format"]),
     (FP8_WEIGHTS, 1, ["needs --use-distributed-optimizer beside it; add it"]),
-    (CODES | {"num_experts": "4", "disable_bias_linear": True}, 1, ["--fp8-param-gather with --num-experts is not"]),
-    (CODES | TENSOR_2, 2, ["--fp8-param-gather with --tensor-model-parallel-size is not built; leave one of them"]),
     (
         CODES | {"overlap_param_gather": True, "overlap_grad_reduce": True}, 1,
         ["--fp8-param-gather with --overlap-param-gather is not built"],
