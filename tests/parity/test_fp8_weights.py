@@ -96,7 +96,7 @@ def test_steps_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
             assert metrics["training/rollout_logprob_gap_mean"] < 1e-5 and metrics["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("layout", ["tensor", "experts"])
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("experts", marks=pytest.mark.long)])
 def test_two_ranks_with_different_parts(tmp_path: Path, layout: str) -> None:
     """Experts stay in bf16. The norm alone is added up in another order than that of bf16 weights."""
     reports = run_ranks(f"{CASE}:on_parts", 2, imported_under=FAKE, folder=str(tmp_path), layout=layout)
