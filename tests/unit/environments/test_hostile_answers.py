@@ -17,7 +17,8 @@ from tests.unit.environments.hostile_answers import ACCEPTED, COSTLY, REFUSED
 
 BESIDE_FUNCTIONS = r"\frac{\sqrt3}{2}+\sin(x)"
 GOLDS = ("6", BESIDE_FUNCTIONS, "x=y^2+1", r"\{a_1,a_2\}", "(1,2]", "x^2+1")
-CPU_SECONDS = 2.0
+CPU_SECONDS = 2 * bounds.GRADE_SECONDS + 0.7
+"""A first grade that imports is tried twice, and an operation at the end cannot be stopped."""
 
 
 @pytest.mark.parametrize("answer", REFUSED)
