@@ -263,9 +263,9 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         vocab_size: the tokenizer's; None when it could not be loaded, which is reported elsewhere.
     """
     state = read_run_state(directory)
-    problems = differences(directory, state, config.architecture(), "this run has") if config.model.is_complete else []
+    problems = differences(directory, state, config.architecture(), "this run has") if config.has_shape else []
     problems += adapter_problems(config, directory, state)
-    if is_foreign(directory) and config.model.is_complete:
+    if is_foreign(directory) and config.has_shape:
         problems = [*unbuilt(directory), *problems]
         if not problems:  # flags agree, or it has none: names and shapes decide
             tokens = vocab_size or 1

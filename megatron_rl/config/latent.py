@@ -41,6 +41,11 @@ class LatentConfig:
     """Absorbed attention in rollouts, with a KV cache of latents. Without it the cache holds all heads and takes many
     times the memory."""
 
+    @property
+    def is_complete(self) -> bool:
+        """The sizes are known, where there is latent attention."""
+        return not self.multi_latent_attention or None not in (getattr(self, name) for name in _SIZES)
+
 
 def latent_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Report sizes that latent attention needs, and that fit neither each other nor the tensor-parallel size."""

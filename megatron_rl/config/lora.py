@@ -57,7 +57,7 @@ def lora_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "lora_dropout", "would train another model than the one that generates; leave it out in RL"
     if config.kernels.transformer_impl != "local":
         yield "lora_rank", "with --transformer-impl transformer_engine is not built; use --transformer-impl local"
-    if not config.model.is_complete:
+    if not config.has_shape:
         return
     layout = ModelLayout.of(config.architecture())  # a rank has not all experts
     known = known_targets(layout)

@@ -124,7 +124,7 @@ def _engine_fp8(config: RLConfig) -> Iterator[Finding]:
         yield "fp8_recipe", "needs a Blackwell GPU and was never tried; use --fp8-recipe blockwise"
     if not config.precision.bf16:
         yield "fp8_format", "without --bf16: fp8 products come out in bf16; add --bf16"
-    if not config.model.is_complete:
+    if not config.has_shape:
         return
     parallel = config.parallel
     experts = ExpertShare(tensor_size=parallel.expert_tensor_parallel_size)

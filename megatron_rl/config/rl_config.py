@@ -104,8 +104,13 @@ class RLConfig:
         cut = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
         return parallel.expert_model_parallel_size * cut * parallel.pipeline_model_parallel_size
 
+    @property
+    def has_shape(self) -> bool:
+        """Return whether there is an `architecture`: no width or count of the model is missing."""
+        return self.model.is_complete and self.latent.is_complete
+
     def architecture(self, vocab_size: int = 1) -> Architecture:
-        """Return the model's shape; ``vocab_size`` as in `layout`."""
+        """Return the model's shape, where it has one; ``vocab_size`` as in `layout`."""
         sections = self.model, self.layers, self.latent, self.delta, self.experts, self.rotation
         given = {name: value for section in sections for name, value in vars(section).items()}
         shape = {name: value for name, value in given.items() if name in Architecture.__dataclass_fields__}

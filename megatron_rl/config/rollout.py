@@ -154,7 +154,7 @@ def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"cannot hold one sequence of {longest} tokens (--inference-max-seq-length); use at least {longest}"
         )
     given = rollout.inference_dynamic_batching_buffer_size_gb
-    is_known = config.model.is_complete and config.stages.sizes(config.model.num_layers)
+    is_known = config.has_shape and config.stages.sizes(config.model.num_layers)
     needed = config.kv_cache_bytes(longest) / 2**30 if given is not None and is_known else 0.0
     if given is not None and given < needed:
         yield "inference_dynamic_batching_buffer_size_gb", (

@@ -143,7 +143,7 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
         unfit = None if elsewhere else recipe.device_problem(current_platform().compute_capability)
         if unfit is not None:
             problems.append(config.problem("rl_rollout_quantization", f": {unfit}"))
-        if config.model.is_complete:
+        if config.has_shape:
             problems += layer_problems(config, recipe.shape_problem)
     return problems
 
@@ -191,7 +191,7 @@ def attention_problems(config: RLConfig) -> list[Problem]:
     """
     problems: list[Problem] = []
     asked = any(name in config.typed for name in _ASKED)
-    if not asked or not config.model.is_complete or is_for_other_machines(config):
+    if not asked or not config.has_shape or is_for_other_machines(config):
         return problems
     from megatron_rl.models.attention.selection import attention_of
     from megatron_rl.platform import current_platform

@@ -25,7 +25,7 @@ def teacher_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Prob
     with collecting(problems, _TEACHER):
         model = read_model(directory, weights=True)
         problems += [Problem(None, line).under(_TEACHER) for line in weight_problems(model)]
-        if config.model.is_complete:  # else the policy has no layout to compare with
+        if config.has_shape:  # else the policy has no layout to compare with
             problems += teacher_layout_problems(config)
         if tokenizer is None:
             return problems
@@ -54,7 +54,7 @@ def critic_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Probl
     """Report another architecture, another vocabulary, files that do not hold the model; nothing without the flag."""
     problems: list[Problem] = []
     directory = config.critic.rl_critic_load_hf
-    if directory is None or not config.wants_critic or not config.model.is_complete:
+    if directory is None or not config.wants_critic or not config.has_shape:
         return problems
     with collecting(problems, _CRITIC):
         model = read_model(directory, weights=True)

@@ -71,7 +71,7 @@ def family_weights(config: RLConfig) -> WeightMap:
 def adapter_problems(config: RLConfig) -> list[Problem]:
     """Report tensors of `--load-lora` and `--rl-teacher-lora` that are not those of adapters of this model."""
     problems: list[Problem] = []
-    if lora_of(config) is None or not config.model.is_complete:
+    if lora_of(config) is None or not config.has_shape:
         return problems
     whole = ModelLayout.of(config.architecture())  # of all stages and experts: the files are of no rank
     named = {"--load-lora": config.lora.load_lora, "--rl-teacher-lora": config.teacher.rl_teacher_lora}

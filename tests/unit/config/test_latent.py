@@ -46,3 +46,17 @@ def test_it_is_built_as_it_is() -> None:
     assert problems(beta_fast=1.0) == [], "the bounds of Kimi-K2's YaRN are equal"
     assert any("--beta-fast 0.5 must be at least --beta-slow 1" in line for line in problems(beta_fast=0.5))
     assert problems(no_rl_mla_absorb=True, rl_rollout_quantization="int8", attention_backend="paged") == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lora-rank 4",
+        "--inference-dynamic-batching-buffer-size-gb 0.1 --inference-max-seq-length 64 --perform-rl-step",
+        "--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+    ],
+)
+def test_nobody_looks_at_a_shape_without_its_sizes(flags: str) -> None:
+    shape = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --swiglu"
+    _, found = read_config(f"{shape} --multi-latent-attention {flags}".split(), 1)
+    assert sum("has no default sizes" in str(problem) for problem in found) == 4
