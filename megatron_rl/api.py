@@ -190,6 +190,8 @@ def _words(flags: Flags) -> list[str]:
             continue
         if flag is not None and flag.kind is bool:
             words.append(flag.typed(value == on))
+        elif isinstance(value, bool):  # of a switch without effect
+            words.append(f"--{spelling}" if value else f"--no-{spelling}")
         else:  # also a short name, or one that gets the usual hint
             many = isinstance(value, list | tuple)
             words += [f"--{spelling}", *map(str, value if many else (value,))]

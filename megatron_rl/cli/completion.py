@@ -10,6 +10,7 @@ from megatron_rl.cli import COMMANDS
 from megatron_rl.cli.first_run import FirstRun
 from megatron_rl.cli.options import Ranks
 from megatron_rl.config.flags import flags_of
+from megatron_rl.config.no_effect import no_effect
 from megatron_rl.config.rl_config import all_flags
 
 _FOR_ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
@@ -24,6 +25,7 @@ def main(words: Sequence[str]) -> int:
     for flag in (*flags_of(FirstRun), *flags_of(Ranks), *all_flags()):
         known = flag.choices if flag.names_of is None else flag.names_of.names()
         values |= dict.fromkeys((f"--{text}" for text in flag.spellings), " ".join(map(str, known)))
+    values |= {f"--{text}": "" for text in no_effect()}
     cases = "\n".join(f'    *:{text}:*) words="{known}" ;;' for text, known in values.items() if known)
     script = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").replace("@commands@", " ".join(COMMANDS))
     script = script.replace("@values@", cases).replace("@flags@", " ".join(values))

@@ -18,6 +18,7 @@ import yaml
 
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.model_directory import read_adapter_directory, read_model_directory
+from megatron_rl.config.no_effect import NoEffect, no_effect
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
 from megatron_rl.config.rules import validate
 from megatron_rl.errors import MAX_VALUE, Problem, cut, one_line, shorten
@@ -47,6 +48,7 @@ class Reading:
     values: dict[str, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
     """What a Hugging Face config.json or a checkpoint says and the user did not."""
+    no_effect: dict[NoEffect, tuple[str, ...]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     file_is_lost: bool = False
@@ -57,7 +59,8 @@ class Reading:
     @property
     def config(self) -> RLConfig:
         """Defaults where nothing was said; not resolved."""
-        return RLConfig(typed=self.values, repeated=self.repeated).with_values(**self.derived | self.values)
+        config = RLConfig(typed=self.values, no_effect=self.no_effect, repeated=self.repeated)
+        return config.with_values(**self.derived | self.values)
 
     def refuse(self, flag: str | None, text: str, is_unknown: bool = False) -> None:
         """Note a problem."""
@@ -162,7 +165,11 @@ def _compose(path: str) -> yaml.MappingNode | None:
 
 
 def _apply(setting: Setting, reading: Reading) -> None:
-    known = _spellings().get(setting.spelling)
+    known, row = _spellings().get(setting.spelling), no_effect().get(setting.spelling)
+    if row is not None:
+        if not (setting.from_file and setting.texts == ("false",)):  # a switch that is off
+            reading.no_effect[row] = () if setting.from_file and row.is_switch else setting.texts
+        return
     if known is None:
         reading.refuse(None, f"{setting.where} is not a flag; {_hint(setting)}", is_unknown=True)
         return
@@ -194,7 +201,7 @@ def _hint(setting: Setting) -> str:
         return foreign
     if "." in setting.spelling:  # none of ours has a dot, and what is near verl's means another thing
         return "--help-all lists all flags"
-    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
+    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], (*_spellings(), *no_effect()), n=1, cutoff=0.7)
     return f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
 
 

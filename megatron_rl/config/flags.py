@@ -70,10 +70,6 @@ class Flag:
     """What it derives from, for messages."""
     needed: tuple[str, str] | None = None
     """Why a run cannot do without it, and an example."""
-    only: str | None = None
-    """Why no other value than the default is built."""
-    note: str | None = None
-    """Why the flag is accepted but has no effect; printed when it is used."""
 
     @property
     def spelling(self) -> str:

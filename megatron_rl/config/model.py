@@ -57,10 +57,8 @@ class ModelConfig:
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     max_position_embeddings: int | None = flag(None, ge=1, derived=lambda config, _: config.training.seq_length)
     """Longest sequence that the model accepts, in tokens. Default: --seq-length."""
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = flag(
-        "rope", only="the rollout engine rotates queries and keys"
-    )
-    """Position embedding; only rope is supported (Megatron's default: learned_absolute)."""
+    position_embedding_type: Literal["rope"] = flag("rope")
+    """Position embedding; only rope is built (Megatron's default: learned_absolute)."""
     rotary_base: int = flag(10000, ge=1, le=10**12)
     """RoPE base frequency (theta), e.g. 1000000 for Qwen2.5."""
     rotary_percent: float = flag(1.0, gt=0, le=1)
@@ -110,8 +108,6 @@ class ModelConfig:
         None, gt=0, le=100, derived=lambda config, _: config.model.init_method_std
     )
     """Standard deviation of the embedding's initialization. Default: --init-method-std."""
-    attention_dropout: float = flag(0.0, ge=0, lt=1, only="the attention kernels have none")
-    """Dropout of attention weights; must be 0 (Megatron's default: 0.1)."""
     hidden_dropout: float = flag(0.0, ge=0, lt=1)
     """Dropout of hidden states; must be 0 in RL (Megatron's default: 0.1)."""
 
@@ -128,8 +124,6 @@ class ModelConfig:
 class TokenizerConfig:
     """Tokenizer, chat template and vocabulary size."""
 
-    tokenizer_type: Literal["HuggingFaceTokenizer"] = flag("HuggingFaceTokenizer")
-    """Tokenizer implementation."""
     tokenizer_model: str | None = flag(None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B"))
     """Tokenizer: a directory or a name on the Hugging Face hub."""
     chat_template: str | None = flag(None, path=True)

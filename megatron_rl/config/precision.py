@@ -21,8 +21,6 @@ class PrecisionConfig:
 
     bf16: bool = flag(False, common=True)
     """Train parameters and activations in bfloat16, with fp32 main parameters."""
-    fp16: bool = flag(False)
-    """Not supported; use --bf16."""
     accumulate_allreduce_grads_in_fp32: bool = flag(
         True, off="--no-accumulate-allreduce-grads-in-fp32", off_aliases=("--grad-reduce-in-bf16",)
     )
@@ -45,10 +43,6 @@ class PrecisionConfig:
     """Dtype of Adam's running mean of gradients; fp8 is E4M3 with a scale per 128 numbers."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32")
     """Dtype of Adam's running mean of squared gradients; fp8 stores its square root."""
-    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", only="gradients are clipped and applied in fp32")
-    """Dtype of the gradients that the optimizer applies."""
-    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", only="updates are far smaller than a step of fp16")
-    """Dtype of the main parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +76,8 @@ class QuantizationConfig:
 
 
 def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Report fp16, and fp8 training that local layers or those of Transformer Engine do not take."""
+    """Report fp8 training that local layers or those of Transformer Engine do not take."""
     form, recipe = config.precision.fp8_format, config.precision.fp8_recipe
-    if config.precision.fp16:
-        yield "fp16", "is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
     if form is None and recipe is None:
         return
     engine = config.kernels.transformer_impl == "transformer_engine"

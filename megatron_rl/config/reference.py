@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.no_effect import no_effect
 from megatron_rl.config.rl_config import all_flags, section_classes
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "flags.md"
 _WIDTH = 110
 _INDENT = 6 * " "
+_HANGING = {"initial_indent": "  ", "subsequent_indent": _INDENT}
 _STARTS = ("megatron-rl train --nproc RANKS", "torchrun --nproc-per-node=RANKS train_rl.py")
 _HEADER = """# Flags
 
@@ -24,7 +26,7 @@ Written by `python -m megatron_rl.config.reference` from the sections in `megatr
 
 In a `--config` file, `--seq-length 4096` is `seq-length: 4096` or `seq_length: 4096`; the command line overrides the
 file. In code it is `config.training.seq_length`. Every switch can be turned off with `--no-`, for example
-`--no-sequence-parallel`. The last section lists Megatron flags that are accepted without effect.
+`--no-sequence-parallel`. The last table has Megatron's flags that change nothing here.
 """
 
 
@@ -41,11 +43,15 @@ def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS, about: str 
             lines += [*(line for flag in shown for line in _entry(flag)), ""]
     if common_only:
         lines += [f"These are the common flags; --help-all lists all {len(all_flags())}."]
+    else:
+        lines += ["Megatron's flags without effect:"]
+        for row in dict.fromkeys(no_effect().values()):
+            lines += textwrap.wrap(f"{', '.join(row.spellings)} ({row.values}): {row.why}", _WIDTH, **_HANGING)
     return "\n".join(lines).rstrip().replace("``", "") + "\n"  # of docstrings; a terminal shows them as they are
 
 
 def _entry(flag: Flag) -> list[str]:
-    default = f" Default: {_default(flag)}." if _default(flag) and flag.note is None else ""
+    default = f" Default: {_default(flag)}." if _default(flag) else ""
     text = f"{_meaning(flag)}{default}"
     value = "" if flag.kind is bool else f" {_values(flag)}"
     return [
@@ -60,7 +66,10 @@ def reference_text() -> str:
     for section, cls in section_classes().items():
         lines += [f"## {section}", "", cls.__doc__.splitlines()[0], ""]
         lines += ["| Flag | Values | Default | Meaning |", "|---|---|---|---|", *map(_row, flags_of(cls)), ""]
-    return "\n".join(lines)
+    lines += ["## Without effect", "", "| Flag | Values | Why |", "|---|---|---|"]
+    for row in dict.fromkeys(no_effect().values()):
+        lines.append(f"| {', '.join(f'`{text}`' for text in row.spellings)} | {row.values} | {row.why} |")
+    return "\n".join(lines) + "\n"
 
 
 def _row(flag: Flag) -> str:
@@ -89,12 +98,7 @@ def _default(flag: Flag) -> str:
 
 def _meaning(flag: Flag, quote: str = "") -> str:
     """Write the field's docstring, or what the flag switches off, with names of extensions and other spellings."""
-    if flag.note is not None:
-        text = f"{flag.note[:1].upper()}{flag.note[1:]}."
-    elif flag.off:
-        text = f"Turns off: {flag.help[:1].lower()}{flag.help[1:]}"
-    else:
-        text = flag.help
+    text = f"Turns off: {flag.help[:1].lower()}{flag.help[1:]}" if flag.off else flag.help
     if flag.names_of is not None:
         text += f" Available: {', '.join(flag.names_of.names())}."
     others = [f"{quote}{alias}{quote}" for alias in (flag.off_aliases if flag.off else flag.aliases)]

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
 from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
-from megatron_rl.config.compatibility import CompatibilityConfig
 from megatron_rl.config.delta import DeltaConfig
 from megatron_rl.config.experts import ExpertConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.latent import LatentConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.model import LayerConfig, ModelConfig, TokenizerConfig
+from megatron_rl.config.no_effect import NoEffect
 from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
 from megatron_rl.config.records import CheckpointConfig, LoggingConfig
@@ -61,9 +61,10 @@ class RLConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     typed: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What the user wrote, by field name."""
+    no_effect: Mapping[NoEffect, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """The flags without effect that the user wrote, and their values."""
     repeated: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Notes on flags that were written several times."""
 

@@ -41,9 +41,6 @@ class EnvironmentConfig:
         needed=("it names the tasks to train on", "environments.yaml"),
     )
     """YAML list of environments and their weights; or one entry in braces, '{environment: gsm8k}'."""
-    langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag("inplace_megatron")
-    """What generates rollouts: the training model in its own process. Both values serve completions and chats to
-    harnesses."""
     rl_prompts_per_eval: int = flag(64, ge=1, le=1_000_000)
     """Prompts per evaluation and environment (Megatron's default: 32)."""
     rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)

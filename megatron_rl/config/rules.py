@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_rl.config.algorithm import algorithm_problems, dynamic_sampling_problems, partial_rollout_problems
-from megatron_rl.config.compatibility import megatron_rl_problems
 from megatron_rl.config.delta import delta_problems
 from megatron_rl.config.experts import expert_problems
 from megatron_rl.config.flags import Finding, flags_of
 from megatron_rl.config.latent import latent_problems, latent_size_problems
 from megatron_rl.config.lora import lora_problems
 from megatron_rl.config.model import ModelConfig, layer_problems, shape_problems
+from megatron_rl.config.no_effect import no_effect_problems
 from megatron_rl.config.parallel import (
     context_problems,
     expert_parallel_problems,
@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
     batch_problems, length_problems, cache_size_problems, precision_problems, code_problems, moment_problems,
     kernel_problems, engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems,
     sampling_problems, algorithm_problems, dynamic_sampling_problems, partial_rollout_problems, critic_problems,
-    teacher_problems, lora_problems, megatron_rl_problems,
+    teacher_problems, lora_problems, no_effect_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
@@ -92,7 +92,7 @@ def _bounds(config: RLConfig) -> Iterator[Problem]:
 
 
 def _absent(config: RLConfig) -> Iterator[Problem]:
-    """Values that are not built, and values that are missing; an estimate needs only what changes bytes."""
+    """Values that are missing; an estimate needs only what changes bytes."""
     spared = _CHANGES_NO_BYTE if config.training.estimate else ()
     if all(config.value(name) is None for name in _SHAPE):  # one directory says all of it
         yield Problem(
@@ -104,9 +104,6 @@ def _absent(config: RLConfig) -> Iterator[Problem]:
         spared += (*_SHAPE, "tokenizer_model")
     for section, cls in section_classes().items():
         for flag in flags_of(cls) if section != "algorithm" or config.training.perform_rl_step else ():
-            if flag.only is not None and config.value(flag.name) != flag.default:
-                text = f"is not built yet in this version: {flag.only}; use {flag.spelling} {flag.default}"
-                yield config.problem(flag.name, text)
             if flag.needed is not None and config.value(flag.name) is None and flag.name not in spared:
                 why, example = flag.needed
                 yield config.problem(flag.name, f"is missing: {why}; for example {flag.spelling} {example}")
@@ -140,9 +137,7 @@ def teacher_layout_problems(config: RLConfig) -> list[Problem]:
 
 def notes(config: RLConfig) -> list[str]:
     """Write one line for each flag that the user set and that has no effect, or another than expected."""
-    used = [flag for flag in all_flags() if flag.note and flag.name in config.typed]
-    without_effect = (f"{flag.spelling} has no effect: {flag.note}" for flag in used)
-    return [*config.repeated, *without_effect, *_notes_on_values(config)]
+    return [*config.repeated, *filter(None, (row.note for row in config.no_effect)), *_notes_on_values(config)]
 
 
 def _notes_on_values(config: RLConfig) -> Iterator[str]:

@@ -17,7 +17,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
 
-_OF_A_START = ("checkpoint", "logging", "compatibility")
+_OF_A_START = ("checkpoint", "logging")
 """Sections that say where a start reads and writes."""
 _FILES_OF_FLAGS = ("config", "hf_config")
 """Files that give values to other flags."""

@@ -43,7 +43,7 @@ PUBLISHED_COMMAND = """
 """
 """Flags and values of Megatron-LM's examples/rl/README.md, 64 ranks."""
 DIFFERENT = {
-    "langrl_env_config", "data_cache_path", "ckpt_format", "save", "load", "tensorboard_dir", "run_dir", "config",
+    "langrl_env_config", "ckpt_format", "save", "load", "tensorboard_dir", "run_dir", "config",
     "wandb_project", "wandb_exp_name", "wandb_save_dir", "pretrained_checkpoint", "finetune", "resume", "log_interval",
     "enable_cuda_graph", "cuda_graph_impl", "rl_offload_optimizer_during_inference",
 }  # fmt: skip

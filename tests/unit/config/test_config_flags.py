@@ -7,14 +7,16 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config.flags import Flag
+from megatron_rl.config.no_effect import NoEffect, no_effect, no_effect_problems
 from megatron_rl.config.reference import REFERENCE, main, reference_text
-from megatron_rl.config.rl_config import all_flags, section_classes
+from megatron_rl.config.rl_config import all_flags, resolve, section_classes
+from megatron_rl.config.rules import notes
 from tests.support.flags import parse_config
 
 SECTIONS = [
     "model", "layers", "latent", "delta", "experts", "rotation", "kernels", "tokenizer", "parallel", "precision",
     "training", "optimizer", "schedule", "lora", "checkpoint", "logging", "environment", "rollout", "quantization",
-    "algorithm", "critic", "teacher", "compatibility",
+    "algorithm", "critic", "teacher",
 ]
 
 
@@ -24,17 +26,47 @@ def test_the_sections():
 
 @pytest.mark.parametrize("flag", all_flags(), ids=lambda flag: flag.name)
 def test_a_flag_is_documented_and_its_default_is_allowed(flag: Flag):
-    assert flag.note or flag.help.endswith(".")
-    assert len(flag.note or flag.help) > 10
+    assert flag.help.endswith(".")
+    assert len(flag.help) > 10
     if flag.default is not None and not flag.many:
         assert flag.refusal(flag.default) is None
         assert type(flag.default) is flag.kind
-    if flag.note is not None:
-        assert not flag.note.endswith(".")
+
+
+@pytest.mark.parametrize("row", dict.fromkeys(no_effect().values()), ids=lambda row: row.spellings[0])
+def test_a_flag_without_effect_has_a_reason_and_is_read_in_every_spelling(row: NoEffect):
+    assert len(row.why) > 10
+    assert not row.why.endswith(".")
+    words = [] if row.is_switch else ["8"] if row.note else [row.values.split(", ")[0]]
+    words = ["1"] if row.values.startswith("--") else words  # the default of each of those flags
+    for spelling in row.spellings:
+        config = resolve(parse_config([spelling, *words]), 1)
+        assert list(config.no_effect) == [row]
+        assert notes(config) == ([row.note] if row.note else [])
+        refused = row.values == "refused"
+        assert [problem.flag for problem in no_effect_problems(config, 1)] == [row.spellings[0]] * refused
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--mock-data", "7"], "--mock-data takes no value, got '7'"),
+        (["--num-workers"], "--num-workers needs a value"),
+        (["--num-workers", "1", "2"], "--num-workers takes one value, got 2: '1 2'"),
+        (["--rl-inference-parsers"], "--rl-inference-parsers needs a value"),
+        (["--attention-dropout", "0.1"], "--attention-dropout '0.1' is not built: the attention kernels have none"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "use HuggingFaceTokenizer"),
+        (["--rl-inference-tensor-model-parallel-size", "2"], "'2' is not --tensor-model-parallel-size 1: rollouts"),
+        (["--fp16"], "--fp16 is refused: gradients"),
+    ],
+)
+def test_a_wrong_value_of_a_flag_without_effect_is_a_line(argv: list[str], text: str):
+    (problem,) = no_effect_problems(resolve(parse_config(argv), 1), 1)
+    assert text in problem.text
 
 
 def test_every_spelling_and_field_name_belongs_to_one_flag():
-    spellings = Counter(text for flag in all_flags() for text in flag.spellings)
+    spellings = Counter([*(text for flag in all_flags() for text in flag.spellings), *no_effect()])
     names = Counter(flag.name for flag in all_flags())
     assert [text for text, count in spellings.items() if count > 1] == []
     assert [name for name, count in names.items() if count > 1] == []
@@ -63,8 +95,8 @@ def test_the_reference_page_is_up_to_date():
 
 def test_the_reference_page_has_a_row_for_every_flag():
     rows = [line for line in reference_text().splitlines() if line.startswith("| `--")]
-    assert len(rows) == len(all_flags())
-    assert {row.count(" | ") for row in rows} == {3}
+    assert len(rows) == len(all_flags()) + len({*no_effect().values()})
+    assert {row.count(" | ") for row in rows} == {2, 3}
 
 
 def test_a_stale_page_fails_the_check_and_writing_repairs_it(tmp_path, capsys):

@@ -38,7 +38,7 @@ def test_both_ways_to_write_a_value():
 
 
 def test_an_empty_value_is_a_value():
-    assert parse_config(["--split="]).compatibility.split == ""
+    assert parse_config(["--system-prompt="]).tokenizer.system_prompt == ""
 
 
 def test_a_negative_number_is_a_value_and_not_a_flag():
@@ -74,15 +74,7 @@ def test_aliases(alias, section, name, text, value):
     ("flag", "section", "name"),
     [
         ("--disable-bias-linear", "model", "add_bias_linear"),
-        ("--no-masked-softmax-fusion", "compatibility", "masked_softmax_fusion"),
-        ("--no-rope-fusion", "compatibility", "apply_rope_fusion"),
-        ("--no-gradient-accumulation-fusion", "compatibility", "gradient_accumulation_fusion"),
         ("--grad-reduce-in-bf16", "precision", "accumulate_allreduce_grads_in_fp32"),
-        (
-            "--no-create-attention-mask-in-dataloader",
-            "compatibility",
-            "create_attention_mask_in_dataloader",
-        ),
     ],
 )
 def test_inverted_flags_switch_off_what_is_on(flag, section, name):

@@ -151,8 +151,8 @@ ONE_PROBLEM = [
     ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}, 1, ["needs --use-distributed-optimizer"]),
     ({"use_precision_aware_optimizer": True, "optimizer": "sgd"}, 1, ["with --optimizer sgd", "use --optimizer adam"]),
     ({"exp_avg_sq_dtype": "fp16"}, 1, ["--exp-avg-sq-dtype fp16 is not built", "use bf16"]),
-    ({"main_params_dtype": "fp16"}, 1, ["--main-params-dtype fp16"]),
-    ({"main_grads_dtype": "bf16"}, 1, ["--main-grads-dtype bf16"]),
+    ({"main_params_dtype": "fp16"}, 1, ["--main-params-dtype 'fp16'"]),
+    ({"main_grads_dtype": "bf16"}, 1, ["--main-grads-dtype 'bf16'"]),
     ({"rl_train_backward": "quantized"}, 1, ["--rl-train-backward quantized", "without --rl-train-forward quantized"]),
     (
         {"rl_train_forward": "quantized", "rl_rollout_quantization": "int8", "rl_mismatch_action": "fallback"}, 1,
@@ -187,8 +187,7 @@ ONE_PROBLEM = [
         {"optimizer": "sgd", "use_distributed_optimizer": True}, 1,
         ["--optimizer sgd", "--use-distributed-optimizer", "--optimizer adam"],
     ),
-    ({"attention_dropout": "0.1", "perform_rl_step": None}, 1, ["--attention-dropout 0.1 is not built", "use"]),
-    ({"position_embedding_type": "learned_absolute"}, 1, ["learned_absolute", "not built", "rope"]),
+    ({"attention_dropout": "0.1", "perform_rl_step": None}, 1, ["--attention-dropout '0.1' is not built", "use"]),
     ({"attention_backend": "fused"}, 1, ["--attention-backend fused", "auto, sdpa or flash"]),
     (
         {"recompute_granularity": "full", "recompute_method": "block"}, 1,

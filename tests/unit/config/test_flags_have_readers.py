@@ -1,4 +1,4 @@
-"""A flag that nothing reads is a lie: it must have a reader, or a note that says it has no effect."""
+"""A flag that nothing reads is a lie: it must have a reader, or stand in no_effect.txt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from megatron_rl.config.rules import notes
 from tests.support.flags import parse_config
 
 LIBRARY = Path(megatron_rl.__file__).parent
-ONLY_ONE_VALUE = {"tokenizer_type", "langrl_inference_server_type"}
-"""Choices of which one is built, or whose values mean the same here; the parser, a rule or a note says so."""
 
 
 def _words(path: Path) -> set[str]:
@@ -35,11 +33,11 @@ def read() -> set[str]:
     return theirs.union(*map(_words, LIBRARY.rglob("*.py")))
 
 
-@pytest.mark.parametrize("flag", [f for f in all_flags() if f.note is None], ids=lambda flag: flag.name)
-def test_a_flag_without_a_note_has_a_reader(flag: Flag, read: set[str]) -> None:
+@pytest.mark.parametrize("flag", all_flags(), ids=lambda flag: flag.name)
+def test_a_flag_has_a_reader(flag: Flag, read: set[str]) -> None:
     # An extension's options are read beside its name, as f"{field}_args".
     its_options = flag.name.endswith("_args") and {"_args", flag.name.removesuffix("_args")} <= read
-    assert flag.name in read or its_options or flag.name in ONLY_ONE_VALUE
+    assert flag.name in read or its_options
 
 
 def test_backends_and_pages_have_no_notes_but_a_rounded_cache_has_in_unquantised_evaluations() -> None:

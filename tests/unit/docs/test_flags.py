@@ -9,10 +9,12 @@ import pytest
 
 from megatron_rl.cli.first_run import FirstRun
 from megatron_rl.config.flags import flags_of
+from megatron_rl.config.no_effect import no_effect
 from megatron_rl.config.rl_config import all_flags
 
 DOCS = Path(__file__).parents[3] / "docs"
-KNOWN = {f"--{spelling}" for flag in (*all_flags(), *flags_of(FirstRun)) for spelling in flag.spellings}
+DECLARED = (spelling for flag in (*all_flags(), *flags_of(FirstRun)) for spelling in flag.spellings)
+KNOWN = {f"--{spelling}" for spelling in (*DECLARED, *no_effect())}
 OF_LAUNCHERS = {
     "--nproc", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--help-all",
     "--logdir", "--nodes", "--signal", "--requeue", "--kill-on-bad-exit", "--input-dir", "--output-dir",
