@@ -195,7 +195,6 @@ def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         return
     for is_on, name, why in (
         (algorithm.rl_surplus == "keep", "--rl-surplus keep", "which it does not need: extra groups wait anyway"),
-        (config.rollout.rl_inference_engine == "mcore", "--rl-inference-engine mcore", "which cannot be interrupted"),
         (config.stages.count > 1 and (config.parallel.expert_model_parallel_size or 1) > 1,
          "--expert-model-parallel-size over pipeline stages", "where no copy of the model may stop before the others"),
     ):  # fmt: skip

@@ -18,7 +18,7 @@ _SIZES = (
 )  # fmt: skip
 _PLAIN = {
     "context_parallel_size": 1, "rl_share_prompts": False,
-    "transformer_impl": "local", "rl_inference_engine": "rollout", "normalization": "RMSNorm", "swiglu": True,
+    "transformer_impl": "local", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False, "add_qkv_bias": False, "multi_latent_attention": False, "window_size": None,
     "softmax_type": "vanilla", "sandwich_norm": False, "post_norm": False, "qk_layernorm_across_heads": False,
     "scale_embedding": False,

@@ -56,9 +56,6 @@ def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     yield from _router_problems(config)
     yield from _pattern_problems(config)
     yield from _shared_problems(config)
-    used = [each.spelling for each in flags_of(ExpertConfig) if getattr(config.experts, each.name) != each.default]
-    if used and config.rollout.rl_inference_engine != "rollout":
-        yield "rl_inference_engine", f"cannot be combined with {', '.join(used)}: it was never tried; use rollout"
     if model.num_experts * (model.num_layers or 0) > MOST_EXPERTS:
         yield "num_experts", (
             f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have"

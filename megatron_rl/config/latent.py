@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _PLAIN = {
     "window_size": None, "softmax_type": "vanilla", "qk_layernorm": False, "add_qkv_bias": False,
-    "add_bias_linear": False, "rotary_percent": 1.0, "transformer_impl": "local", "rl_inference_engine": "rollout",
-    "lora_rank": None, "sandwich_norm": False, "post_norm": False, "scale_embedding": False,
+    "add_bias_linear": False, "rotary_percent": 1.0, "transformer_impl": "local", "lora_rank": None,
+    "sandwich_norm": False, "post_norm": False, "scale_embedding": False,
     "apply_layernorm_1p": False,
 }  # fmt: skip
 """Settings with the one value that is built with latent attention."""

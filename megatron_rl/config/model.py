@@ -257,8 +257,6 @@ def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     named = f"cannot be combined with {', '.join(used.values())}"
     if config.kernels.transformer_impl != "local":
         yield "transformer_impl", f"{named}: its fused layers compute Llama's; use --transformer-impl local"
-    if config.rollout.rl_inference_engine != "rollout":
-        yield "rl_inference_engine", f"{named}: megatron-core's engine computes Llama's layers; use rollout"
     if model.normalization != "RMSNorm":
         yield "normalization", f"{named}; use RMSNorm"
     built = _OF_GPT_OSS | ({"softmax_scale"} if config.latent.multi_latent_attention else set())

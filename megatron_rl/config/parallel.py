@@ -137,15 +137,8 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
             yield "overlap_param_gather", f"without {other}: it gathers what the other shards; add {other}"
 
 
-def context_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Report an engine that would take its ranks for parts of a model. Attention backends check themselves."""
-    if config.parallel.context_parallel_size > 1 and config.rollout.rl_inference_engine == "mcore":
-        text = "with --rl-inference-engine mcore, which does not take these ranks for replicas; use"
-        yield "context_parallel_size", f"{text} --rl-inference-engine rollout"
-
-
 def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Report layers that stages cannot share, and an engine that is not built for stages."""
+    """Report layers that stages cannot share."""
     parallel, layers, stages = config.parallel, config.model.num_layers, config.stages
     size, chunks = stages.count, stages.chunks
     uneven = [f"--decoder-{end}-pipeline-num-layers" for end in ("first", "last") if getattr(stages, end) is not None]
@@ -164,14 +157,10 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             return
     if layers and not stages.sizes(layers):
         yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
-    training = config.training
-    generates = training.perform_rl_step or training.eval_only or training.eval_interval is not None
-    if generates and config.rollout.rl_inference_engine == "mcore":
-        yield "rl_inference_engine", "is not built for rollouts on pipeline stages; leave it out, or use one stage"
 
 
 def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Report experts that ranks cannot share, and an engine that is not built for it."""
+    """Report experts that ranks cannot share."""
     parallel, experts = config.parallel, config.model.num_experts
     size, cut, parts = (
         parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
@@ -197,9 +186,6 @@ def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"x --expert-tensor-parallel-size {cut} does not fit --tensor-model-parallel-size {parts}: one must divide "
             f"the other; use {divisors(parts // cut)}, or a multiple of {parts // cut}"
         )
-    if size > 1 and config.rollout.rl_inference_engine == "mcore":
-        text = "with --rl-inference-engine mcore, whose ranks do not wait for one another"
-        yield "expert_model_parallel_size", f"{text}; use --rl-inference-engine rollout"
 
 
 def _cannot_share(layers: int, stages: Stages, uneven: Sequence[str]) -> str:

@@ -180,8 +180,6 @@ def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Report what layers of Transformer Engine are not built for."""
     if config.kernels.transformer_impl != "transformer_engine":
         return
-    if config.rollout.rl_inference_engine == "mcore":
-        yield "transformer_impl", "with --rl-inference-engine mcore is not built: it was never tried; use rollout"
     if config.model.num_experts is not None and not config.model.moe_grouped_gemm:
         yield "transformer_impl", (
             "with --num-experts needs --moe-grouped-gemm: its experts are one product; add it, or use "
@@ -220,9 +218,6 @@ def cache_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     settings = config.quantization
     if not config.kv_cache_is_rounded:
         return
-    if config.rollout.rl_inference_engine == "mcore":
-        text = "with --rl-inference-engine mcore, which stores the model's numbers; use --rl-kv-cache-dtype auto"
-        yield "rl_kv_cache_dtype", text
     if settings.rl_train_forward == "quantized":
         yield "rl_kv_cache_dtype", (
             "with --rl-train-forward quantized: the trainer keeps keys and values in full precision; use "

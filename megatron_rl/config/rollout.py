@@ -68,8 +68,6 @@ class EnvironmentConfig:
 class RolloutConfig:
     """Sampling parameters and the rollout engine."""
 
-    rl_inference_engine: Literal["rollout", "mcore"] = flag("rollout")
-    """Rollout engine: rollout is the built-in one, mcore is megatron-core's dynamic engine on the same model."""
     rl_temperature: float = flag(
         1.0, ge=0.001, le=100, aliases=("--rl-default-temperature", "--grpo-default-temperature"), common=True
     )
@@ -187,21 +185,6 @@ def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             )
     if rollout.rl_router_replay:
         yield from _replay_problems(config)
-    if rollout.rl_inference_engine == "mcore":
-        yield from _mcore_problems(config)
-
-
-def _mcore_problems(config: RLConfig) -> Iterator[Finding]:
-    """What megatron-core's own engine does not do."""
-    rollout, raw = config.rollout, (("rl_eval_temperature", 1.0), ("rl_eval_top_p", 1.0), ("rl_eval_top_k", 0))
-    for name, off in (("rl_temperature", 1.0), *(pair for pair in raw if pair[0] in config.typed)):
-        if getattr(rollout, name) != off:
-            yield name, (
-                "with --rl-inference-engine mcore: its log-probs are of the raw logits; use "
-                f"--{name.replace('_', '-')} {off:g}, or --rl-inference-engine rollout"
-            )
-    if rollout.rl_kv_overcommit > 1:
-        yield "rl_kv_overcommit", "with --rl-inference-engine mcore, which has its own KV cache; leave it out"
 
 
 def _replay_problems(config: RLConfig) -> Iterator[Finding]:
@@ -210,8 +193,6 @@ def _replay_problems(config: RLConfig) -> Iterator[Finding]:
         yield name, "without --num-experts: dense layers have no router; leave it out"
     if not config.training.perform_rl_step:
         yield name, "without --perform-rl-step: demonstrations were never routed; leave it out"
-    if config.rollout.rl_inference_engine == "mcore":
-        yield name, "with --rl-inference-engine mcore, which does not record experts; use --rl-inference-engine rollout"
     if config.algorithm.has_stale_samples and config.stages.count > 1:
         which = "--rl-partial-rollouts" if config.algorithm.rl_partial_rollouts else "--rl-surplus keep"
         yield name, f"with {which} on pipeline stages: groups that wait have one stage's experts; leave one of them out"

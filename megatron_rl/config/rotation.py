@@ -42,9 +42,6 @@ class RotationConfig:
 def rotation_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Report what YaRN lacks, and what it cannot be combined with."""
     rotation, model = config.rotation, config.model
-    for name in ("rope_type", "rotary_seq_len_interpolation_factor"):
-        if getattr(rotation, name) not in ("rope", None) and config.rollout.rl_inference_engine != "rollout":
-            yield name, "needs --rl-inference-engine rollout: megatron-core's does not scale positions like this"
     if rotation.rope_type != "yarn":
         for name in YARN:
             if getattr(rotation, name) != RotationConfig.__dataclass_fields__[name].default:

@@ -14,7 +14,6 @@ from megatron_rl.config.lora import lora_problems
 from megatron_rl.config.model import ModelConfig, layer_problems, shape_problems
 from megatron_rl.config.no_effect import no_effect_problems
 from megatron_rl.config.parallel import (
-    context_problems,
     expert_parallel_problems,
     kernel_problems,
     parallel_problems,
@@ -46,7 +45,7 @@ from megatron_rl.families import read_model
 
 Rule = Callable[[RLConfig, int], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
-    record_problems, parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
+    record_problems, parallel_problems, pipeline_problems, expert_parallel_problems, shape_problems,
     layer_problems, latent_size_problems, latent_problems, delta_problems, rotation_problems, expert_problems,
     batch_problems, length_problems, cache_size_problems, precision_problems, code_problems, moment_problems,
     kernel_problems, engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems,
@@ -62,7 +61,7 @@ _POLICYS_OWN = {
 }  # fmt: skip
 """The teacher has experts of its own, and no backward pass."""
 _RULES_OF_A_TEACHER: tuple[Rule, ...] = (
-    parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
+    parallel_problems, pipeline_problems, expert_parallel_problems, shape_problems,
     latent_size_problems, delta_problems, expert_problems, length_problems,
 )  # fmt: skip
 
@@ -171,8 +170,6 @@ def _notes_on_graphs(config: RLConfig) -> Iterator[str]:
         )
     if kernels.rl_persist_cuda_graphs and not graphed:
         yield "--rl-persist-cuda-graphs has no effect without --enable-cuda-graph: there are no graphs to keep"
-    if graphed and config.rollout.rl_inference_engine == "mcore":
-        yield "--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs"
     in_fp8 = config.precision.fp8_format is not None and kernels.transformer_impl == "transformer_engine"
     if graphed and in_fp8 and config.model.num_experts and config.quantization.rl_rollout_quantization == "none":
         yield (

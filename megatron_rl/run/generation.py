@@ -60,7 +60,7 @@ def build_engine(
     config: RLConfig, policy: PolicyModel, tokenizer: Tokenizer, groups: ParallelGroups,
     cache_budget_gb: float | None = None,
 ) -> Engine:  # fmt: skip
-    """Build the engine of `--rl-inference-engine`: ours, or megatron-core's own as oracle.
+    """Build the rollout engine; with pipeline stages, the one that takes its steps over all of them.
 
     ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
     """
@@ -82,10 +82,6 @@ def build_engine(
     )  # fmt: skip
     by_id, _ = stop_strings(config, tokenizer)
     ends = [*tokenizer.end_token_ids, *by_id]
-    if rollout.rl_inference_engine == "mcore":
-        from megatron_rl.inference.mcore import McoreEngine
-
-        return McoreEngine(policy, options, ends)
     if config.stages.count > 1:
         return StagedEngine(policy, options, ends, tokenizer.decode, groups, Grammars(tokenizer))
     return RolloutEngine(policy, options, ends, tokenizer.decode, groups, grammars=Grammars(tokenizer))
@@ -93,8 +89,6 @@ def build_engine(
 
 def why_fixed(config: RLConfig) -> str:
     """Say why the engine cannot draw by a grammar or with penalties; empty if it can."""
-    if config.rollout.rl_inference_engine == "mcore":
-        return "--rl-inference-engine mcore draws from the model's own distribution alone"
     if (config.parallel.expert_model_parallel_size or 1) > 1:
         return "ranks that share experts take their steps together, and none may wait for a grammar"
     return ""
@@ -102,8 +96,6 @@ def why_fixed(config: RLConfig) -> str:
 
 def why_unscored(config: RLConfig) -> str:
     """Say why the endpoint has the log-probs of sampled tokens alone; empty if it has others."""
-    if config.rollout.rl_inference_engine == "mcore":
-        return "--rl-inference-engine mcore records those of sampled tokens alone"
     return "the last pipeline stage computes them, and the first one answers" if config.stages.count > 1 else ""
 
 

@@ -95,7 +95,6 @@ class RLRun(TrainingRun):
             "seed": seed,
             "sampling": dataclasses.asdict(self.collector.factory.sampling),
             "longest": self.collector.factory.max_sequence_length,
-            "engine": self.config.rollout.rl_inference_engine,
             "ends": self.tokenizer.end_token_ids,
             "recipe": self.phases.quantization.recipe,
             "kv_cache": self.config.kv_cache_dtype,

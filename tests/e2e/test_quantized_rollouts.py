@@ -193,8 +193,6 @@ BAD = {
                              ["--rl-train-forward quantized", "nothing to quantise"]),
     "aligned fallback": ({**INT8, "rl_train_forward": "quantized", "rl_mismatch_action": "fallback"},
                          ["--rl-mismatch-action fallback", "use --rl-mismatch-action stop"]),
-    "cache of the other engine": ({"rl_kv_cache_dtype": "fp8", "rl_inference_engine": "mcore"},
-                                  ["--rl-kv-cache-dtype fp8", "mcore"]),
     "limit": ({**INT8, "rl_mismatch_max_kl": 0}, ["--rl-mismatch-max-kl must be above 0"]),
 }  # fmt: skip
 """Name -> flags, and the parts their one line must have."""

@@ -40,7 +40,6 @@ SAMPLING_TABLE = (
     Case("top_k", flags={**SAMPLED, "rl_top_k": 4}),
     Case("top_p", "qwen3_experts", flags={**SAMPLED, "rl_top_p": 0.6}),
     Case("sampled_tensor_parallel", "llama3", ranks=2, flags={**SAMPLED, **TENSOR, "rl_temperature": 0.8}),
-    Case("sampled_mcore", flags={**SAMPLED, "rl_inference_engine": "mcore"}),
 )
 
 _LAYOUTS = {"one": (1, {}), "data": (2, {}), "tensor": (2, TENSOR)}
@@ -85,7 +84,6 @@ TABLE = (
         **TWO_UPDATES, "train_iters": 3, "grpo_kl_beta": 0.1, "use_distributed_optimizer": True}),
     Case("three_steps_tensor", "llama3", tied=True, ranks=2, flags={
         **TWO_UPDATES, **TENSOR, "train_iters": 3, "grpo_kl_beta": 0.1}),
-    Case("mcore", flags={"rl_inference_engine": "mcore"}),
     Case("fp8", flags={"rl_rollout_quantization": "fp8"}),
     Case("fp8_experts", "qwen3_experts", flags={"rl_rollout_quantization": "fp8"}),
 )  # fmt: skip

@@ -56,7 +56,7 @@ def rollout_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **opti
 
 def mcore_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> Engine:
     """megatron-core's engine of the same sizes."""
-    from megatron_rl.inference.mcore import McoreEngine  # with it comes wandb: a second of each rank's processor
+    from tools.megatron_engine import McoreEngine  # with it comes wandb: a second of each rank's processor
 
     return McoreEngine(policy, _sizes(options), stop_ids)
 

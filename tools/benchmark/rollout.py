@@ -22,7 +22,6 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.inference.engine import Engine, EngineOptions
-from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
 from megatron_rl.platform import current_platform
@@ -43,6 +42,7 @@ from tools.benchmark.common import (
     tokens_per_cpu_second,
 )
 from tools.benchmark.twin import hugging_face_twin
+from tools.megatron_engine import McoreEngine
 
 Tokens = list[tuple[int, ...]]
 """The answers of all sequences, in the workload's order."""

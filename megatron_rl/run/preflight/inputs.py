@@ -126,10 +126,6 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
     if config.training.perform_rl_step:
         yield from _rewards_below(config, trained)
         yield from _unsuited(config, trained)
-    generates = not supervised or config.training.eval_interval is not None
-    if generates and config.rollout.rl_inference_engine == "mcore":
-        for name in (item.name for item in found if item.is_harness):
-            yield f"{name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
     # Data that is trained on whole needs no test split where another entry is what models are measured by.
     if config.training.eval_interval is not None and not any(item.test_tasks for item in found):
         names = ", ".join(item.name for item in found)

@@ -59,9 +59,6 @@ def test_graph_flags_are_noted_where_they_do_nothing(config):
     """On a CPU the engine says so: the configuration does not know the device."""
     assert notes(config(enable_cuda_graph=True, inference_num_cuda_graphs="4")) == []
     assert notes(config(cuda_graph_impl="local")) == []
-    for asked in ({"enable_cuda_graph": True}, {"cuda_graph_impl": "local"}):
-        (line,) = notes(config(rl_inference_engine="mcore", **asked))
-        assert line.startswith("--enable-cuda-graph has no effect with --rl-inference-engine mcore")
     (line,) = notes(config(cuda_graph_impl="transformer_engine"))
     assert line.startswith("--cuda-graph-impl transformer_engine has no effect")
 

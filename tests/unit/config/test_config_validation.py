@@ -52,10 +52,6 @@ ONE_PROBLEM = [
     ({"train_samples": "64"}, 1, ["--train-iters 100", "--train-samples 64", "keep one"]),
     (TENSOR_2, 3, ["world size 3", "divisible by 2", "start 2 or 4 ranks"]),
     ({"context_parallel_size": "2"}, 3, ["world size 3", "divisible by 2", "context parallel size", "2 or 4 ranks"]),
-    (
-        {"context_parallel_size": "2", "rl_inference_engine": "mcore"}, 2,
-        ["--context-parallel-size 2 with --rl-inference-engine mcore", "use --rl-inference-engine rollout"],
-    ),
     ({"expert_model_parallel_size": "2"}, 1, ["--expert-model-parallel-size 2", "without --num-experts"]),
     (
         {**TENSOR_8, "num_attention_heads": "4", "group_query_attention": True, "num_query_groups": "4"}, 8,
@@ -119,7 +115,7 @@ ONE_PROBLEM = [
     ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise needs --fp8-format e4m3"]),
     ({"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, 1, ["hybrid", "refused", "--fp8-format e4m3"]),
     ({"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 1, ["delayed", "refused", "--fp8-recipe blockwise"]),
-    ({**ENGINE, "rl_inference_engine": "mcore"}, 1, ["--rl-inference-engine mcore", "never tried", "use rollout"]),
+    ({"rl_inference_engine": "mcore"}, 1, ["--rl-inference-engine 'mcore' is not built", "one engine; use rollout"]),
     (
         {**ENGINE, "num_experts": "4", "disable_bias_linear": True, "no_moe_grouped_gemm": True}, 1,
         ["transformer_engine with --num-experts needs --moe-grouped-gemm", "--transformer-impl local"],
@@ -164,10 +160,6 @@ ONE_PROBLEM = [
             "overlap_grad_reduce": True, "use_distributed_optimizer": True,
         }, 1,
         ["--overlap-param-gather", "still on their way"],
-    ),
-    (
-        {"rl_kv_cache_dtype": "fp8", "rl_inference_engine": "mcore"}, 1,
-        ["--rl-kv-cache-dtype fp8", "mcore", "use --rl-kv-cache-dtype auto"],
     ),
     (
         {"rl_kv_cache_dtype": "bf16", "rl_train_forward": "quantized", "rl_rollout_quantization": "int8"}, 1,
@@ -233,16 +225,8 @@ ONE_PROBLEM = [
         {"inference_dynamic_batching_buffer_size_gb": "2", "rl_rollout_memory_fraction": "0.5"}, 1,
         ["--rl-rollout-memory-fraction 0.5", "buffer-size-gb 2", "leave one of them out"],
     ),
-    (
-        {"rl_inference_engine": "mcore", "rl_temperature": "0.7"}, 1,
-        ["--rl-temperature 0.7", "mcore", "raw logits", "--rl-temperature 1"],
-    ),
     ({"rl_top_k": "50"}, 1, ["--rl-top-k 50", "whole distribution", "--rl-top-k 0"]),
-    (
-        {"rl_inference_engine": "mcore", "rl_kv_overcommit": "1.5"}, 1,
-        ["--rl-kv-overcommit 1.5", "mcore", "which has its own KV cache; leave it out"],
-    ),
-    ({"rl_inference_engine": "mcore", "rl_top_p": "0.9"}, 1, ["--rl-top-p 0.9", "--rl-top-p 1"]),
+    ({"rl_top_p": "0.9"}, 1, ["--rl-top-p 0.9", "--rl-top-p 1"]),
     (
         {"calculate_per_token_loss": True, "rl_loss_aggregation": "sequence-mean"}, 1,
         ["--calculate-per-token-loss", "sequence-mean"],
@@ -270,7 +254,7 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
         ({"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": True}, 1),
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": "1"}, 1),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": "90", "lr_warmup_iters": "10"}, 1),
-        ({"rl_inference_engine": "mcore", "rl_top_p": "0", "rl_top_k": "-1"}, 1),
+        ({"rl_top_p": "0", "rl_top_k": "-1"}, 1),
         ({"perform_rl_step": None, "rl_top_p": "0.9", "rl_top_k": "50"}, 1),
         ({"calculate_per_token_loss": True}, 1),
         ({"min_lr": "1e-3", "lr_warmup_init": "1e-3"}, 1),
@@ -290,7 +274,7 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
         ),
         ({"rl_policy_loss": "gspo", "rl_dual_clip": "3"}, 1),
         ({"grpo_group_size": "1", "rl_advantage": "batch-norm"}, 1),  # compares with the whole step
-        ({"rl_kv_cache_dtype": "bf16", "bf16": True, "rl_inference_engine": "mcore"}, 1),
+        ({"rl_kv_cache_dtype": "bf16", "bf16": True}, 1),
         (
             {"rl_kv_cache_dtype": "fp8", "rl_mismatch_action": "fallback", "rl_rollout_quantization": "int8"}, 1,
         ),

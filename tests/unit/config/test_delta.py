@@ -35,7 +35,6 @@ def problems(ranks: int = 1, **changes: object) -> list[str]:
         (1, {"rl_share_prompts": True}, "--rl-share-prompts is not built with --linear-attention-freq; leave it out"),
         (1, {"lora_rank": 5}, "--lora-rank 5 is above the width of in_proj_b of layers.0.self_attention.in_proj"),
         (1, {"rl_kv_cache_dtype": "fp8"}, "--rl-kv-cache-dtype fp8 is not built with --linear-attention-freq"),
-        (1, {"rl_inference_engine": "mcore"}, "--rl-inference-engine mcore is not built with --linear-attention-freq"),
         (1, {"linear_attention_freq": False}, "--linear-key-head-dim 6 has no effect without --linear-attention-freq"),
     ],
 )  # fmt: skip

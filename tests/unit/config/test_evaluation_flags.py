@@ -34,15 +34,6 @@ def test_megatrons_off_is_off(config):
     assert resolve(asked, 1) == asked
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("rl_eval_temperature", "0.6"), ("rl_eval_top_p", "0.9"), ("rl_eval_top_k", "5")]
-)
-def test_megatrons_engine_draws_from_the_raw_distribution(problems, flag, value):
-    (problem,) = problems(rl_inference_engine="mcore", **{flag: value})
-    assert problem.startswith(f"--{flag.replace('_', '-')} {value} with --rl-inference-engine mcore")
-    assert problems(rl_inference_engine="mcore", rl_eval_temperature="1", rl_eval_top_p="0", rl_eval_top_k="-1") == []
-
-
 def test_longer_than_the_cache_is_refused(problems):
     (problem,) = problems(rl_max_new_tokens="20", rl_eval_max_new_tokens="128")
     assert problem.startswith("--rl-eval-max-new-tokens 128 leaves no room for a prompt in 128 tokens")

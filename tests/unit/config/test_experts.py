@@ -44,8 +44,6 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (1, SIGMOID | {"moe_router_num_groups": "4", "moe_router_group_topk": "1"}, ["groups of two experts"]),
         (1, {"moe_shared_expert_gate": True}, ["without --moe-shared-expert-intermediate-size"]),
         (2, TENSOR | {"moe_shared_expert_intermediate_size": "33"}, ["use 32 or 34"]),
-        (1, {"moe_shared_expert_intermediate_size": "32", "perform_rl_step": True, "rl_inference_engine": "mcore"},
-         ["--rl-inference-engine mcore", "--moe-shared-expert-intermediate-size"]),
         (1, {"moe_grouped_gemm": True, "moe_ffn_hidden_size": "30"},
          ["--moe-ffn-hidden-size 30", "16 bytes", "use 28 or 32"]),
         (1, {"num_layers": "1000", "num_experts": "128"}, ["--num-experts 128", "1000 layers", "100,000 experts"]),
@@ -60,7 +58,6 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (12, SHARED | THREE | {"expert_model_parallel_size": "4", "expert_tensor_parallel_size": "1"},
          ["--expert-model-parallel-size 4", "use 1 or 3, or a multiple of 3"]),
         (2, SHARED | {"num_experts": None}, ["without --num-experts"]),
-        (2, SHARED | {"perform_rl_step": True, "rl_inference_engine": "mcore"}, ["use --rl-inference-engine rollout"]),
         (1, {"num_experts": None, "rl_router_replay": True}, ["--rl-router-replay without --num-experts", "no router"]),
         (1, {"rl_router_replay": True, "perform_rl_step": None}, ["--rl-router-replay without --perform-rl-step"]),
         (2, {"rl_router_replay": True, "rl_surplus": "keep", "rl_dynamic_sampling": True,
@@ -68,8 +65,6 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
          ["--rl-router-replay with --rl-surplus keep", "pipeline stages", "leave one of them out"]),
         (2, {"rl_router_replay": True, "rl_partial_rollouts": True, "pipeline_model_parallel_size": "2"},
          ["--rl-router-replay with --rl-partial-rollouts", "pipeline stages", "leave one of them out"]),
-        (1, {"rl_router_replay": True, "rl_inference_engine": "mcore"},
-         ["--rl-router-replay with --rl-inference-engine mcore", "use --rl-inference-engine rollout"]),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_one_line(problems, ranks, changes, fragments) -> None:

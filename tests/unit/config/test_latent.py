@@ -30,8 +30,6 @@ def problems(ranks: int = 1, **changes: object) -> list[str]:
         (1, {"qk_layernorm": True}, "--qk-layernorm is not built with --multi-latent-attention; leave it out"),
         (1, {"lora_rank": 4}, "--lora-rank 4 is not built with --multi-latent-attention; leave it out"),
         (1, {"rl_kv_cache_dtype": "fp8"}, "--rl-kv-cache-dtype fp8 is not built with --multi-latent-at"),
-        (1, {"rl_inference_engine": "mcore"},
-         "--rl-inference-engine mcore is not built with --multi-latent-attention; use rollout"),
         (1, {"rl_kv_cache_dtype": "bf16"}, "--rl-kv-cache-dtype bf16 is not built with"),
         (1, {"multi_latent_attention": False}, "--kv-lora-rank 16 has no effect without --multi-latent-attention"),
     ],

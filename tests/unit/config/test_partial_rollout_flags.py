@@ -36,7 +36,6 @@ def test_what_is_typed_wins(config, problems):
          "(--rl-generation-lag 1); use at most 16, or --rl-stale-samples drop"),
         (DYNAMIC | {"rl_surplus": "keep"}, "with --rl-surplus keep, which it does not need"),
         (DYNAMIC | {"rl_oversampling": "7"}, "is not more than --grpo-prompts-per-step 8; use 9 or more"),
-        ({"rl_inference_engine": "mcore"}, "with --rl-inference-engine mcore, which cannot be interrupted"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(problems, changes, text):

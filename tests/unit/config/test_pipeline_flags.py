@@ -73,7 +73,6 @@ def test_what_can_be(flags: tuple[object, ...]) -> None:
         ((PP, 2, "--num-layers-per-virtual-pipeline-stage", 3), ["pipeline-stage 3", "chunks"]),
         (("--decoder-last-pipeline-num-layers", 2), ["--decoder-last-pipeline-num-layers", "no stages"]),
         (("--num-virtual-stages-per-pipeline-rank", 2), ["--num-virtual-stages-per-pipeline-rank", "no stages"]),
-        ((PP, 2, *RL, "--rl-inference-engine", "mcore"), ["--rl-inference-engine mcore", *STAGES]),
         (
             (PP, 2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 3),
             ["--recompute-num-layers 3", "4 layers", "use 1, 2 or 4"],

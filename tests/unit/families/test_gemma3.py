@@ -67,7 +67,6 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, changes: dict[str,
     ("flags", "fragment"),
     [
         (["--transformer-impl", "transformer_engine"], "its fused layers compute Llama's"),
-        (["--rl-inference-engine", "mcore"], "megatron-core's engine computes Llama's layers"),
         (["--swiglu"], "--swiglu contradicts"),
         (["--window-size", "4"], "--window-size 4 contradicts"),
     ],

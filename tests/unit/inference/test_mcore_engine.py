@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.inference.mcore import BLOCK_TOKENS
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from tests.support.generation import generate, mcore_engine, ragged_requests, request, tokens
 from tests.support.tiny import tiny_config, tiny_policy
+from tools.megatron_engine import BLOCK_TOKENS
 
 PROMPT = (4, 9, 17, 2)
 
@@ -33,7 +33,7 @@ def test_what_its_logprobs_would_not_describe_is_refused(
     policy: PolicyModel, sampling: dict[str, object], flag: str
 ) -> None:
     engine = mcore_engine(policy)
-    with pytest.raises(EngineError, match=f"{flag}: .*--rl-inference-engine rollout"):
+    with pytest.raises(EngineError, match=f"asks for {flag}: megatron-core's engine"):
         engine.submit(request(PROMPT, max_new_tokens=8, **sampling))
     assert not engine.has_unfinished
 

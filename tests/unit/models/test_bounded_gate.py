@@ -43,7 +43,6 @@ def test_the_kernel_that_knows_neither_bound_nor_offset_is_passed_over() -> None
         ({"quick_geglu": False}, "--glu-linear-offset 1 is of the gates of experts, and the model has none"),
         ({"swiglu": True}, "--quick-geglu and --swiglu are two activations"),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "needs experts that no ranks cut; use "),
-        ({"rl_inference_engine": "mcore"}, "--softmax-type"),
         ({"transformer_impl": "transformer_engine"}, "--quick-geglu"),
         ({"sandwich_norm": True}, "--sandwich-norm: add --disable-bias-linear"),
         ({"softmax_type": "off-by-one"}, "--softmax-type"),

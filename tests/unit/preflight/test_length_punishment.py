@@ -62,7 +62,6 @@ def test_conversations_that_cannot_wait_for_the_next_step(tmp_path, flags, refus
     [
         ({"rl_partial_rollouts": True, "pipeline_model_parallel_size": 2}, "its calls of a harness"),
         ({"rl_partial_rollouts": True}, None),
-        ({"rl_inference_engine": "mcore"}, "a harness needs --rl-inference-engine rollout"),
         ({}, None),
     ],
 )

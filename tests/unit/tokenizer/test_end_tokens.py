@@ -12,7 +12,6 @@ import pytest
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.hf_config import end_token_ids
-from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.generation import build_engine, stop_strings
 from megatron_rl.run.preflight.inputs import open_tokenizer, tokenizer_problems
@@ -121,14 +120,12 @@ def test_a_turn_that_any_end_token_closes_is_not_closed_again(chat: Path) -> Non
     assert tokenizer.encode_reply(prompt, reply, ended=False) == [USER, *tokenizer.encode_reply(prompt, reply, True)]
 
 
-@pytest.mark.parametrize("engine", ["rollout", "mcore"])
-def test_every_end_token_ends_an_answer_in_the_engine(one_rank: ParallelGroups, engine: str) -> None:
+def test_every_end_token_ends_an_answer_in_the_engine(one_rank: ParallelGroups) -> None:
     """Ends are tokens 0, 5 and, as a stop string, 31."""
-    config = tiny_config(rl_inference_engine=engine, rl_stop_strings="4")
+    config = tiny_config(rl_stop_strings="4")
     tokenizer = letters_tokenizer({5: "e", 31: "4"}).ending_also_at([5])
     policy = tiny_policy(config)
     built = build_engine(config, policy, tokenizer, one_rank)
-    assert isinstance(built, McoreEngine) == (engine == "mcore")
     completions = [c for group in generate(policy, built, ragged_requests(24, 4, max_new_tokens=20)) for c in group]
     last = {c.token_ids[-1] for c in completions if c.finish_reason == "stop"}
     assert last == {0, 5, 31}

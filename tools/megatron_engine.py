@@ -1,4 +1,4 @@
-"""megatron-core's own dynamic engine behind our protocol: the oracle in tests, the baseline in benchmarks.
+"""megatron-core's own dynamic engine behind our protocol: the oracle of the tests, a baseline of the benchmark.
 
 The small classes each repair one thing that would be wrong beside a trainer, and leave the rest stock.
 """
@@ -121,8 +121,7 @@ class McoreEngine(Engine):
         if unsupported:
             raise EngineError(
                 f"task {task!r} asks for {', '.join(unsupported)}: megatron-core's engine reports log-probs of "
-                "the raw logits, not of what was sampled, and knows no stop strings; leave these flags out, "
-                "or use --rl-inference-engine rollout"
+                "the raw logits, not of what was sampled, and knows no stop strings; leave these flags out"
             )
 
 
