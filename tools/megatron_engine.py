@@ -10,6 +10,8 @@ from collections.abc import Sequence as ListOf
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
+from megatron.core.inference.contexts import dynamic_context
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -21,6 +23,7 @@ from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.kv_cache import rows_within
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.sequence import Sequence, SequenceGroup
+from megatron_rl.models.attention.self_attention import PlannedSelfAttention
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.megatron import VERSION, inference_flag
 from megatron_rl.types import Completed, Request
@@ -218,6 +221,9 @@ def _stock_engine(policy: PolicyModel, options: EngineOptions, is_stop: torch.Te
     Raises:
         EngineError: the budget does not hold one sequence.
     """
+    PlannedSelfAttention.flash_decode_and_prefill = _attend_in_plain_torch
+    if policy.device.type == "cpu":  # where Triton is installed, its kernel refuses CPU tensors; None does without
+        dynamic_context.triton_append_key_value_cache = None
     blocks = -(-options.max_sequence_length // BLOCK_TOKENS)
     length = blocks * BLOCK_TOKENS
     sequence_bytes = policy.layout.cache_numbers(length) * policy.dtype.itemsize
@@ -270,3 +276,45 @@ def _context_of_0_16(policy: PolicyModel, sizes: dict[str, Any]) -> tuple[Dynami
         padded_vocab_size=policy.padded_vocab_size,
     )
     return context, (settings,)
+
+
+def _attend_in_plain_torch(
+    _attention: PlannedSelfAttention,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    max_query_length: int,
+    max_key_length: int,
+    cu_query_lengths: torch.Tensor,
+    cu_key_lengths: torch.Tensor,
+    key_lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    is_decode_only: bool,
+    softmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the kernel of megatron's own dynamic engine in plain torch: an oracle, not a fast path.
+
+    Caches are paged, ``[pages, page_length, groups, D]``. Reads lengths on the host.
+    """
+    del softmax_offset  # of attention sinks, which this engine does not take; given from 0.19 on
+    page_length = key_cache.shape[1]
+    queries = query.reshape(-1, *query.shape[-2:])
+    output = torch.zeros_like(queries)
+    borders = list(range(queries.shape[0] + 1)) if is_decode_only else cu_query_lengths.tolist()
+    for row, length in enumerate(key_lengths.tolist()[: len(borders) - 1]):
+        start, end = borders[row], borders[row + 1]
+        if end <= start or length == 0:
+            continue
+        pages = block_table[row, : -(-length // page_length)].long()
+        keys = key_cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
+        values = value_cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
+        visible = torch.ones(end - start, length, dtype=torch.bool, device=query.device)
+        rows = functional.scaled_dot_product_attention(
+            queries[start:end].transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=visible.tril(length - (end - start)),
+            enable_gqa=True,
+        )
+        output[start:end] = rows[0].transpose(0, 1)
+    return output.view(query.shape)

@@ -168,7 +168,6 @@ def _import_megatron_without_compilation() -> None:
 
 def _patch_megatron() -> None:
     import megatron.core.inference.communication_utils as inference_communication
-    import megatron.core.inference.contexts.dynamic_context as dynamic_context
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
@@ -178,8 +177,6 @@ def _patch_megatron() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # Pipeline inference refuses CPU tensors.
     inference_communication._is_cuda = _do_nothing
-    # Where Triton is installed, its kernel refuses CPU tensors; None chooses the indexed assignment.
-    dynamic_context.triton_append_key_value_cache = None
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
     mappings._gather_along_first_dim = _gather_uneven(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 
@@ -19,7 +18,7 @@ class PlannedSelfAttention(SelfAttention):
     """Stock projections and norms; rotation and attention are the plan's.
 
     The plan is the ``packed_seq_params`` in training and the ``inference_context`` in rollouts.
-    Without one (megatron's own engine, unpacked batches) the stock forward runs.
+    Without one (unpacked batches) the stock forward runs.
     """
 
     kind: LayerKind = PLAIN
@@ -64,44 +63,3 @@ class PlannedSelfAttention(SelfAttention):
         """Scale the queries so that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
         scale = self.kind.scale
         return query if scale is None else query * (scale * math.sqrt(query.shape[-1]))
-
-    def flash_decode_and_prefill(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        max_query_length: int,
-        max_key_length: int,
-        cu_query_lengths: torch.Tensor,
-        cu_key_lengths: torch.Tensor,
-        key_lengths: torch.Tensor,
-        block_table: torch.Tensor,
-        is_decode_only: bool,
-        softmax_offset: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run the kernel of megatron's own dynamic engine in plain torch: an oracle, not a fast path.
-
-        Caches are paged, ``[pages, page_length, groups, D]``. Reads lengths on the host.
-        """
-        del softmax_offset  # of attention sinks, which are refused with this engine; given from 0.19 on
-        page_length = key_cache.shape[1]
-        queries = query.reshape(-1, *query.shape[-2:])
-        output = torch.zeros_like(queries)
-        borders = list(range(queries.shape[0] + 1)) if is_decode_only else cu_query_lengths.tolist()
-        for row, length in enumerate(key_lengths.tolist()[: len(borders) - 1]):
-            start, end = borders[row], borders[row + 1]
-            if end <= start or length == 0:
-                continue
-            pages = block_table[row, : -(-length // page_length)].long()
-            keys = key_cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
-            values = value_cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
-            visible = torch.ones(end - start, length, dtype=torch.bool, device=query.device)
-            rows = functional.scaled_dot_product_attention(
-                queries[start:end].transpose(0, 1)[None],
-                keys,
-                values,
-                attn_mask=visible.tril(length - (end - start)),
-                enable_gqa=True,
-            )
-            output[start:end] = rows[0].transpose(0, 1)
-        return output.view(query.shape)

@@ -51,12 +51,6 @@ def test_events_measure_time_and_streams_do_nothing() -> None:
     assert 0 <= start.elapsed_time(end) < 5000
 
 
-def test_megatrons_engine_takes_no_triton_kernel() -> None:
-    from megatron.core.inference.contexts import dynamic_context
-
-    assert dynamic_context.triton_append_key_value_cache is None
-
-
 def test_preparing_twice_changes_nothing() -> None:
     before = torch.zeros
     prepare()
