@@ -86,7 +86,7 @@ class FieldSpec:
     """In a micro-batch a tuple of integers, for which no kernel waits; dummy sequences are left out."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One sequence ready for training, on the CPU. Sequences of one sample share its id and reward.
 

@@ -23,7 +23,9 @@ from megatron_rl.trainer.packing import balance, collate, pack, prompt_of, promp
 logger = logging.getLogger(__name__)
 
 _NOTHING = torch.zeros(2, dtype=torch.int64)
-_NOBODYS = Sample(_NOTHING, _NOTHING > 0, _NOTHING.float(), _NOTHING, sample_id=-1)
+_NOBODYS = Sample(
+    token_ids=_NOTHING, loss_mask=_NOTHING > 0, inference_logprobs=_NOTHING.float(), versions=_NOTHING, sample_id=-1
+)
 """What a rank without samples runs through the experts that it shares."""
 _DTYPES = (torch.int64, torch.float32, torch.bool, torch.uint8, torch.int16)
 """Of the fields of a sample."""

@@ -75,7 +75,9 @@ class DemonstrationSource:
         ids = torch.tensor([token for part, _ in parts for token in part])
         mask = torch.tensor([is_written for part, is_written in parts for _ in part])
         zeros = torch.zeros_like(ids)
-        return Sample(ids, mask, inference_logprobs=zeros.float(), versions=zeros, sample_id=self._cursor)
+        return Sample(
+            token_ids=ids, loss_mask=mask, inference_logprobs=zeros.float(), versions=zeros, sample_id=self._cursor
+        )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Advantage(Extension):
     def __call__(self, batch: TokenBatch) -> Terms:
         """Raises ``ConfigError`` for a reward below ``lowest``: a negative mean would turn every sign."""
         known = batch.step.rewards[batch.step.valid]
-        if known.numel() and float(known.min()) < self.lowest:
+        if (known < self.lowest).any():  # in fp32, in which a reward of -0.1 is below the fp64 number
             raise ConfigError([
                 f"--rl-advantage maxrl divides by the mean reward above that of a failure, lowest={self.lowest:g}, "
                 f"but there is a reward of {float(known.min()):g}; use --rl-advantage-args lowest=R, R being the lowest"

@@ -86,6 +86,7 @@ def four_tokens(config: RLConfig, device: torch.device, **further: Any) -> Token
     """
     old, both = torch.tensor([torch.nan, -1.0, torch.nan, -1.0], device=device), torch.ones(2, dtype=torch.bool)
     first, zeros = torch.tensor([1.0, 0.0], device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    first = first + further.pop("lowest_reward", 0.0)
     is_answer, positions, parts = ~old.isnan(), torch.arange(4, device=device) % 2, further.pop("parts", None)
     packing = Packing(
         lengths=(2, 2), cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32, device=device), position_ids=positions,
@@ -94,8 +95,9 @@ def four_tokens(config: RLConfig, device: torch.device, **further: Any) -> Token
     step = StepRewards(first.cpu(), both, zeros[:2].cpu(), both[:1], both, torch.ones(2, dtype=torch.int64), parts)
     drawn = old.nan_to_num(0.0)
     samples = Sample(
-        zeros, is_answer, drawn, zeros, None, first, (0, 1), zeros[:2], zeros[:2], torch.zeros_like(both).to(device)
-    )
+        token_ids=zeros, loss_mask=is_answer, inference_logprobs=drawn, versions=zeros, reward=first, sample_id=(0, 1),
+        sequence=zeros[:2], first_sequence=zeros[:2], tokens_elsewhere=zeros[:2], truncated=first < first.max(),
+    )  # fmt: skip
     given = {
         "old_logprobs": old, "entropy": -old, "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0], device=device),
         "ref_logprobs": old if config.wants_reference else None,
@@ -104,7 +106,7 @@ def four_tokens(config: RLConfig, device: torch.device, **further: Any) -> Token
     }  # fmt: skip
     return TokenBatch(
         packing=packing, loss_mask=is_answer.float(), inference_logprobs=drawn, samples=samples,
-        rewards=torch.tensor([0.0, 1.0, 0.0, 0.0], device=device), step=step, **given | further,
+        rewards=torch.where(is_answer, first[packing.sequence_index], 0.0), step=step, **given | further,
     )  # fmt: skip
 
 
@@ -138,7 +140,8 @@ def _advantage(config: RLConfig, device: torch.device) -> None:
     _constant(ADVANTAGES, config.algorithm.rl_advantage, advantage, "BASELINE", get_args(Baseline))
     names = getattr(advantage, "reward_names", ())
     parts = torch.eye(2)[:, :1].repeat(1, len(names)) if names else None
-    batch = four_tokens(config, device, advantages=None, parts=parts)
+    lowest = getattr(advantage, "lowest_reward", 0.0)
+    batch = four_tokens(config, device, advantages=None, parts=parts, lowest_reward=lowest)
     values = _values(advantage(batch), batch, "advantage")
     if config.wants_critic:
         _values((advantage.returns(batch, values), {}), batch, "return")

@@ -142,6 +142,7 @@ def test_maxrl_weighs_a_task_by_its_inverse_success_rate() -> None:
 def test_maxrl_refuses_a_reward_below_that_of_a_failure() -> None:
     with pytest.raises(ConfigError, match=r"lowest=0, but there is a reward of -1; use --rl-advantage-args lowest="):
         run(maxrl.Advantage(), torch.where(REWARDS == 2, -1.0, REWARDS))
+    run(maxrl.Advantage(lowest=-0.1), torch.where(REWARDS == 2, -0.1, REWARDS))  # in fp32 it is below the fp64 -0.1
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 7, 8, 16])

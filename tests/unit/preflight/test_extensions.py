@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.algorithms.extension import loss_of
-from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.algorithms.extension import advantage_of, correction_of, filter_of, loss_of
+from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.errors import ConfigError
 from megatron_rl.main import main
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, PARSERS, REASONING, RECIPES, Registry
@@ -163,6 +166,48 @@ def test_all_of_the_library_pass(field: str, registry: Registry) -> None:
     for name in registry.names():
         if name != "none" or registry is not RECIPES:
             call_once(config_of(**{field: name}), field)
+
+
+NUMBERS = (-1.0, -0.5, 0.0, 1e-7, 1e-3, 0.3, 0.5, 0.9, 1.0, 1.5, 2.0, 3.0, 100.0)
+TEXTS = ("reward", "reward+format", "2", "1+0.5")
+
+
+def values_of(option: Flag) -> list[str]:
+    """Values that the option takes on its own; of a number those at its bounds, too."""
+    if option.kind is bool:
+        return ["true", "false"]
+    if option.choices or option.kind is str:
+        return list(map(str, option.choices or TEXTS))
+    numbers = {*NUMBERS, *(bound for bound in (option.ge, option.le, option.default) if bound is not None)}
+    numbers = {option.kind(number) for number in numbers if option.kind(number) == number}
+    return [repr(number) for number in sorted(numbers) if option.refusal(number) is None]
+
+
+@pytest.mark.parametrize(
+    ("field", "choose"),
+    {
+        "rl_advantage": advantage_of, "rl_policy_loss": loss_of, "rl_correction": correction_of,
+        "rl_group_filter": filter_of,
+    }.items(),
+)  # fmt: skip
+def test_every_option_of_the_library_passes(field: str, choose: Callable[[RLConfig], object]) -> None:
+    """`bootstrap_truncated=true` of ``gae`` was refused, and `lowest=1` of ``maxrl``: the trial's batch was wrong."""
+    registry = next(flag.names_of for flag in all_flags() if flag.name == field)
+    for name in registry.names():
+        extension = registry.get(name)
+        options = flags_of(extension) if isinstance(extension, type) else ()
+        texts = [[f"{option.name}={value}" for value in values_of(option)] for option in options]
+        pairs = [pair for one, other in combinations(texts, 2) for pair in product(one[::3], other[::3])]
+        passed: set[str] = set()
+        for case in [(text,) for own in texts for text in own] + pairs:
+            config = config_of(**{field: name, f"{field}_args": case})
+            try:
+                choose(config)
+            except ConfigError:
+                continue  # values that exclude each other
+            call_once(config, field)
+            passed.update(case)
+        assert all(len(passed.intersection(own)) > 1 for own in texts), f"{name}: {passed} of {texts}"
 
 
 WILD = {
