@@ -27,7 +27,7 @@ from megatron_rl.inference.guides import Grammars, Guide
 from megatron_rl.inference.kv_cache import build_cache
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.passes import Passes
-from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
+from megatron_rl.inference.sampler import Sampler, SamplingModes, fingerprint, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel
@@ -258,11 +258,12 @@ class RolloutEngine(Engine):
             EngineError: see `EngineOptions.check`.
         """
         self._options.check(request)
-        source, first, branch = request.source, request.place.first_sample, request.place.branch
-        samples = range(first, first + request.num_samples)
+        source, place = request.source, request.place
+        samples = range(place.first_sample, place.first_sample + request.num_samples)
         key = self._seed, source.environment, source.task.id, source.epoch
-        branch = (branch,) if branch else ()
-        group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
+        # A sample may begin several conversations: without the prompt they would draw the same numbers.
+        of_call = () if place.call is None else (fingerprint(request.prompt_ids), place.branch)
+        group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *of_call) for sample in samples])
         self._groups[group.number] = group
         self._submitted += 1
         if request.sampling.constraints is not None:

@@ -7,7 +7,8 @@ same whatever shares its batch and however the model is laid out over ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,11 @@ def sample_seed(*key: object) -> int:
     """Return a signed 64-bit seed from any printable key, the same on every rank and machine."""
     digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def fingerprint(token_ids: Sequence[int]) -> str:
+    """Return a hash of token ids, the same on every rank and machine."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 class SamplingModes(NamedTuple):

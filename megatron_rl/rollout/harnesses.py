@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import zlib
-from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -218,10 +216,8 @@ class Harnesses:
     def _news(self) -> tuple[list[tuple[int, int, dict[str, Any]]], list[dict[str, Any]], list[int], list[_End]]:
         taken, cancelled = self._settings.endpoint.take(), self._settings.endpoint.take_cancelled()
         calls = [(*self._sessions[c.session], vars(c)) for c in taken if c.session is not None]
-        # Of judges. Their prompts are their seeds, so that a step that is done again has the same verdicts.
-        outside = [
-            outside_sessions(c, f"{zlib.crc32(array('q', c.ids).tobytes()):08x}") for c in taken if c.session is None
-        ]
+        # Of judges: of two with the same prompt both have the same verdict, and so has a step that is done again.
+        outside = [outside_sessions(c, "judge") for c in taken if c.session is None]
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
         ends = [end for task in done for end in task.result()]

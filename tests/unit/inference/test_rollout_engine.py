@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy
 import pytest
 
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
-from megatron_rl.types import Completion, Hints
+from megatron_rl.types import Completion, Hints, Place
 from tests.support.generation import (
     END,
     generate,
@@ -65,6 +66,26 @@ def test_a_task_drawn_again_is_sampled_anew(policy: PolicyModel) -> None:
     again = replace(first, source=replace(first.source, epoch=1))
     engine = rollout_engine(policy)
     assert tokens(generate(policy, engine, [first])) != tokens(generate(policy, engine, [again]))
+
+
+def test_calls_of_one_sample_draw_independent_numbers(policy: PolicyModel) -> None:
+    """At temperature 50 a token tells the number that drew it. With other prompts the numbers were the same."""
+    prompts = [(4, 9, 17, 2), (5, 9, 17, 2), (4, 9, 17, 2), (7,)]
+    places = [Place(3, call=0), Place(3, turn=1, call=1), Place(3, call=2, branch=1), Place(3, call=3)]
+    source = request(PROMPT).source
+    calls = [
+        replace(request(prompt, index=n, max_new_tokens=40, temperature=50.0), source=source, place=place)
+        for n, (prompt, place) in enumerate(zip(prompts, places, strict=True))
+    ]
+    engine = rollout_engine(policy, stop_ids=())
+    drawn = [generate(policy, engine, calls, seed=seed) for seed in range(12)]
+    # By position in the sequence, which is what the numbers go by; the last prompt has one token.
+    by_call = numpy.array([[letter.token_ids for (letter,) in answers] for answers in drawn])
+    rows = [by_call[:, n, :37] if n < 3 else by_call[:, n, 3:] for n in range(4)]
+    correlations = numpy.corrcoef([row.ravel() for row in rows])
+    assert abs(correlations - numpy.eye(4)).max() < 0.15, correlations
+    again = [replace(call, place=replace(call.place, call=10 + call.place.call)) for call in calls[::-1]]
+    assert tokens(generate(policy, engine, again, seed=11))[::-1] == tokens(drawn[11]), "asked again in another order"
 
 
 def test_requests_with_different_sampling_share_a_batch(policy: PolicyModel) -> None:
