@@ -39,7 +39,7 @@ class DynamicCollector(Collector):
     at_once: int
     """Prompts of the first round, and the most of a later one."""
     max_staleness: int
-    """For how many steps groups that counted and were too many may be used; 0 drops them."""
+    """For how many steps groups that counted and were too many may be used; 0 gives them up."""
 
     def fill(self, seed: int, policy_version: int, journal: StepJournal) -> SampledStep | None:
         """See `Collector`."""
@@ -60,7 +60,7 @@ class DynamicCollector(Collector):
         first, size = len(step.drawn), self.round_size(step, self.at_once)
         wanted = self.prompts_per_step - len(step.counting)
         drawn = self.source.draw(size)
-        quota = Quota(wanted, range(first, first + size), self.dynamic.counts, self.groups)
+        quota = Quota(wanted, range(first, first + size), self.dynamic.counts, self.groups, self.max_staleness > 0)
         requests = self.requests_of_this_rank(drawn, first)
         result = self.rollouter.run(requests, seed, step.policy_version, journal, quota)
         if result is None:
@@ -90,15 +90,19 @@ class Quota(Goal):
     """Ends a rollout once ``wanted`` groups count: the first ones, in the order in which they were drawn.
 
     Whoever is done first does not win: that would prefer short answers, and which groups a step has would depend on
-    the clock. So a step ends when all groups up to the last one needed are finished, and later ones are given up.
+    the clock. So a step ends when all groups up to the last one needed are finished, and later ones are given up. Where
+    extra groups are kept all are finished: those that are done by then would be a choice of the clock.
 
     Replicas do not wait for each other: the sum of what they know is on its way while they generate. The next one is
     begun when it has arrived, so all have seen the same sums in the same order, and all decide alike.
     """
 
-    def __init__(self, wanted: int, numbers: range, counts: Callable[[Tensor], bool], groups: ParallelGroups) -> None:
+    def __init__(
+        self, wanted: int, numbers: range, counts: Callable[[Tensor], bool], groups: ParallelGroups,
+        finishes_all: bool = False,
+    ) -> None:  # fmt: skip
         """``numbers`` are those of the groups that all replicas together generate; ``counts`` is a `GroupFilter`."""
-        self._wanted = wanted
+        self._wanted, self._finishes_all = wanted, finishes_all
         self._numbers = numbers
         self._counts = counts
         self._groups = groups
@@ -152,7 +156,8 @@ class Quota(Goal):
     def _decide(self, states: Tensor, left: Tensor) -> None:
         """Take a decision from a sum. Every group is one replica's, which adds its state; the others add 0."""
         self.was_left, known = bool(left), states.tolist()
-        if not self.was_left and OPEN not in known[: self._needed(known)]:
+        awaited = known if self._finishes_all else known[: self._needed(known)]
+        if not self.was_left and OPEN not in awaited:
             self.states = known
 
     @property

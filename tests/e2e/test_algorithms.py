@@ -41,7 +41,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         }
         for name in FILTERS.names()
     },
-    "surplus": {"rl_dynamic_sampling": True, "rl_oversampling": 8, "rl_surplus": "keep"},
+    **dict.fromkeys(("surplus", "surplus_again"), {
+        "rl_dynamic_sampling": True, "rl_oversampling": 8, "rl_surplus": "keep", "train_iters": 4,
+    }),
     "dual_clip": {"rl_dual_clip": 1.01, **TWO_PASSES},
     "kl": {"grpo_kl_beta": 0.01},
     "kl_k1": {"grpo_kl_beta": 0.01, "rl_kl_estimator": "k1"},
@@ -133,6 +135,10 @@ def test_kept_groups_are_at_most_a_step_old(rows):
     ages = [row["rollout/token_lag_max"] for row in rows["surplus"]]
     assert ages[0] == 0 and max(ages) <= 1
     assert all("rollout/token_lag_max" not in row for row in rows["filter_signal"])
+
+
+def test_the_clock_decides_nothing_where_groups_are_kept(rows):
+    assert rows["surplus"] == rows["surplus_again"]
 
 
 def test_the_reference_is_the_policy_of_the_start(rows):

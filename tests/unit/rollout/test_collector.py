@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,10 +27,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Answers:
-    """A rollouter: the tasks in ``good`` get rewards that differ, those in ``failed`` none."""
+    """A rollouter: the tasks in ``good`` get rewards that differ, those in ``failed`` none, those in ``late`` later."""
 
-    def __init__(self, good: str, failed: str = "", stops_at: int | None = None) -> None:
-        self.good, self.failed, self.stops_at = good, failed, stops_at
+    def __init__(self, good: str, failed: str = "", stops_at: int | None = None, late: str = "") -> None:
+        self.good, self.failed, self.stops_at, self.late = good, failed, stops_at, late
         self.draws: list[str] = []
         self.known: list[str] = []
 
@@ -45,8 +47,13 @@ class Answers:
         if len(self.draws) == self.stops_at:
             return None
         finished = {request.index: self._answer(request, journal) for request in requests}
-        while goal is not None and not goal.is_met(finished, idle=True):
-            pass
+        soon = {r.index: finished[r.index] for r in requests if r.source.task.id not in self.late}
+        for look in itertools.count():
+            done = finished if look > 50 or not self.late else soon
+            if goal is None or goal.is_met(done, idle=True):
+                finished = done
+                break
+            time.sleep(0.001)
         return RolloutResult(finished, EngineStatistics(decode_steps=1), 1.0, 0.5)
 
     def _answer(self, request: Request, journal: StepJournal) -> RolloutGroup:
@@ -191,6 +198,20 @@ def test_extra_groups_are_as_old_as_they_may_be_and_their_age_is_logged(
         assert (tasks, tasks in answers.known) == (LETTERS[version], age > 0)
         metrics = made.commit(found)
         assert (metrics["rollout/token_lag_max"], metrics["rollout/stale_token_share"]) == (age, float(age > 0))
+
+
+@pytest.mark.parametrize("late", ["", "d", "de"])
+def test_no_clock_decides_which_extra_groups_are_kept(one_rank: ParallelGroups, late: str) -> None:
+    """Those that were finished when the step had enough were kept: two runs of one command differed."""
+    made = collector(Answers(good=LETTERS, late=late), one_rank, max_staleness=1)
+    made.commit(step(made)[1])
+    assert [record["asked"][1] for record in made.extra_groups.state_dict()["groups"]] == ["d", "e"]
+
+
+@pytest.mark.parametrize("late", ["", "de"])
+def test_groups_that_nobody_keeps_are_not_waited_for(one_rank: ParallelGroups, late: str) -> None:
+    tasks, found = step(collector(Answers(good=LETTERS, late=late), one_rank))
+    assert (tasks, sorted(found.extra)) == ("abc", [] if late else [3, 4])
 
 
 def test_what_is_dropped_is_answered_again(one_rank: ParallelGroups) -> None:
