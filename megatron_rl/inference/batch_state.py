@@ -52,6 +52,11 @@ class BatchState:
         """List the tensors that have an entry for each row."""
         return [held for held in vars(self).values() if isinstance(held, torch.Tensor) and held is not self.is_stop]
 
+    def reset(self) -> None:
+        """Empty all rows: idle ones are computed, too, and an expert's rounding depends on how many rows it has."""
+        for held in self.buffers:
+            held.fill_(any(held is one for one in (self.temperature, self.top_p, self.divisor)))
+
     def begin(self, sequences: ListOf[Sequence], rows: torch.Tensor) -> None:
         """Start ``sequences`` in their ``rows`` [N]: their prompts are in the cache, nothing is drawn yet."""
         params = [sequence.request.sampling for sequence in sequences]
@@ -167,14 +172,14 @@ class BatchState:
         self.token[rows] = tokens[-1]
         self.alive[rows] = alive & (added < room) & ~ends.any(0)
 
-    def idle(self, rows: list[int] | slice = slice(None), positions: list[int] | None = None) -> None:
+    def idle(self, rows: list[int], positions: list[int] | None = None) -> None:
         """Mark rows as without a running sequence: they are computed until they are taken or left out.
 
         They write to the cache meanwhile, at ``positions`` or where they stand: in a row of the cache behind its
         sequence, whose beginning may be used again. Over blocks a row without a sequence goes on with one key, and not
         with as many as it had.
         """
-        rows = rows if isinstance(rows, slice) else to_device(rows, self.device)
+        rows = to_device(rows, self.device)
         self.alive[rows] = False
         if positions is not None:
             self.position[rows] = to_device(positions, self.device)

@@ -73,6 +73,12 @@ class ModelRunner:
         self._ahead = torch.zeros(1, dtype=torch.int64, device=device)
         """Decode steps since the last read by the host: the state has what was drawn only when they are done."""
 
+    def reset(self) -> None:
+        """Empty the rows, so that nothing depends on what was generated before."""
+        self.state.reset()
+        if self.context.cache.states is not None:
+            self.context.cache.states.reset()
+
     # -- prompts -------------------------------------------------------------------------------
 
     def prefill(self, chunks: ListOf[Chunk], modes: SamplingModes) -> Pausing:

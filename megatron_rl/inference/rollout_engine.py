@@ -327,7 +327,7 @@ class RolloutEngine(Engine):
         self._groups.clear()
         self._cancelled.clear()
         self._paused = None
-        self.runner.state.idle()
+        self.runner.reset()
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:

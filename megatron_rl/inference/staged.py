@@ -58,6 +58,7 @@ class StagedEngine(Engine):
     def begin(self, seed: int, policy_version: int) -> None:
         self.abort()
         self._lane_of.clear()
+        self._next = deque(self.lanes)
         for lane in self.lanes:
             lane.begin(seed, policy_version)
 

@@ -101,22 +101,23 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
             model, recipe, case.get("skip", ()), audits.append, lockstep_group=groups.lockstep_group
         )
     report: Report = {"steps": [], "replays": []}
-    for seed in (1, 2):  # the second finds whatever the first has left
+    again = [("again", 1)] if case.get("again") else []
+    for name, seed in [(1, 1), (2, 2), *again]:  # the later ones find whatever the earlier ones have left
         replayed = sum(recorder.replayed for recorder in recorders)
         with rollout_mode(policy), nullcontext() if quantization is None else quantization.rollout():
             engine.begin(seed, 0)
             for request in requests:
                 engine.submit(request)
             completions = complete(engine, requests, case, seed)
-        report[f"tokens {seed}"] = [c.token_ids for group in completions for c in group]
-        report[f"logprobs {seed}"] = [c.inference_logprobs for group in completions for c in group]
-        report[f"endings {seed}"] = [c.finish_reason for group in completions for c in group]
+        report[f"tokens {name}"] = [c.token_ids for group in completions for c in group]
+        report[f"logprobs {name}"] = [c.inference_logprobs for group in completions for c in group]
+        report[f"endings {name}"] = [c.finish_reason for group in completions for c in group]
         report["steps"].append(engine.statistics.decode_steps)
         report["replays"].append(sum(recorder.replayed for recorder in recorders) - replayed)
         if replay:
             every = torch.cat([c.routing for group in completions for c in group]).sort(-1).values
             layers = [layer.index for layer in policy.layout.layers]
-            report[f"experts {seed}"] = {str(n): every[:, at].tolist() for at, n in enumerate(layers)}
+            report[f"experts {name}"] = {str(n): every[:, at].tolist() for at, n in enumerate(layers)}
     statistics = engine.statistics
     counts = ("preemptions", "reused_tokens", "completions")
     report["counts"] = {name: getattr(statistics, name) for name in counts}

@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prefixes": {"options": {"max_sequence_length": 96}, "requests": {"longest_prompt": 24}, "turns": True},
     "prefixes in pages": {
         "flags": PAGES, "options": {"max_sequence_length": 96, "block_size": 16},
-        "requests": {"longest_prompt": 24}, "turns": True,
+        "requests": {"longest_prompt": 24}, "turns": True, "again": True,
     },
     "few rows": {"options": {"max_batch_size": 5}},
     "rows within a budget": {
@@ -63,6 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
         "requests": {"longest_prompt": 24}, "turns": True,
     },
     "experts": {"flags": EXPERTS},
+    "experts, few tokens": {
+        "flags": EXPERTS, "requests": {"count": 3, "num_samples": 1, "max_new_tokens": 30}, "again": True,
+    },
     "experts, recorded": {"flags": EXPERTS | {"rl_router_replay": True}, "turns": True,
                           "options": {"max_sequence_length": 96}},
     "experts within a budget": {
@@ -190,6 +193,15 @@ def test_as_without_stages(results: Results, layout: str, case: str) -> None:
                 assert min(replays) > 0
             else:
                 assert replays == least and min(rank[case]["steps"]) > 0
+
+
+@pytest.mark.parametrize("layout", ["one", "PP2"])
+def test_a_rollout_leaves_no_trace_in_the_next(results: Results, layout: str) -> None:
+    """With fewer tokens than `FEWEST_ROWS` idle rows are computed, too: experts rounded by what these had held."""
+    repeated = [report for rank in of(results, layout) for report in rank.values() if "tokens again" in report]
+    assert repeated
+    for report in repeated:
+        assert report["logprobs again"] == report["logprobs 1"]
 
 
 @pytest.mark.parametrize("layout", ["PP2", "PP2 x VPP2"])

@@ -20,7 +20,7 @@ from tests.support.generation import (
     rollout_engine,
     tokens,
 )
-from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tiny import DELTA_EXPERTS, tiny_config, tiny_policy
 
 PROMPT = (4, 9, 17, 2)
 
@@ -86,6 +86,20 @@ def test_calls_of_one_sample_draw_independent_numbers(policy: PolicyModel) -> No
     assert abs(correlations - numpy.eye(4)).max() < 0.15, correlations
     again = [replace(call, place=replace(call.place, call=10 + call.place.call)) for call in calls[::-1]]
     assert tokens(generate(policy, engine, again, seed=11))[::-1] == tokens(drawn[11]), "asked again in another order"
+
+
+MIXTURE = {"add_qkv_bias": False, "num_layers": 3, "num_experts": 8, "moe_ffn_hidden_size": 24, "moe_router_topk": 3}
+
+
+@pytest.mark.parametrize("flags", [MIXTURE, MIXTURE | {"attention_backend": "paged"}, DELTA_EXPERTS])
+def test_no_bit_depends_on_what_was_generated_before(one_rank: object, flags: dict[str, object]) -> None:
+    """Fewer than `FEWEST_ROWS` sequences: idle rows fill up, and an expert rounds by the number of its rows."""
+    policy = tiny_policy(tiny_config(**flags, seq_length=64))
+    wanted = ragged_requests(2, max_new_tokens=30)
+    before = ragged_requests(9, num_samples=2, max_new_tokens=24, seed=3, temperature=0.7, top_k=9)
+    used = rollout_engine(policy, stop_ids=())
+    generate(policy, used, before, seed=7)
+    assert generate(policy, used, wanted) == generate(policy, rollout_engine(policy, stop_ids=()), wanted)
 
 
 def test_requests_with_different_sampling_share_a_batch(policy: PolicyModel) -> None:
