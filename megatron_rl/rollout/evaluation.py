@@ -163,15 +163,18 @@ def rightness_is_known(score: _TaskScore) -> bool:
 
 
 def _shares_of_right(score: _TaskScore, ks: Sequence[int]) -> dict[str, float]:
-    """Return pass@k, the share of right majorities and that of right greedy answers."""
+    """Return pass@k, the share of right majorities and that of right greedy answers.
+
+    Every k is of the same tasks, or pass@k could fall as k grows: of n < k graded samples a task has pass@n.
+    """
     metrics: dict[str, float] = {}
-    for k in ks:
-        enough = score.samples >= k
-        if enough.any():
-            by_task = pass_at_k(score.samples[enough], score.correct[enough], k)
-            metrics[f"pass@{k}"] = by_task.mean()
-            if k == 1 and len(by_task) > 1:
-                metrics["pass@1_ci95"] = confidence(by_task, score.samples.sum())
+    graded = score.samples > 0
+    for k in (k for k in ks if (score.samples >= k).any()):
+        enough, by_task = score.samples >= k, (score.correct > 0).astype(float)
+        by_task[enough] = pass_at_k(score.samples[enough], score.correct[enough], k)
+        metrics[f"pass@{k}"] = by_task[graded].mean()
+        if k == 1 and graded.sum() > 1:
+            metrics["pass@1_ci95"] = confidence(by_task[graded], score.samples.sum())
     if score.answered.any():  # else the environment extracts no answers; a task that nobody answered is not solved
         metrics["maj@k"] = score.vote_correct.sum() / (score.samples > 0).sum()
     if score.greedy_graded.any():

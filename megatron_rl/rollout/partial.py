@@ -149,7 +149,7 @@ class PartialCollector(Collector):
             "training/groups_started": float(step.started),
             "training/groups_put_aside": float(len(step.unfinished)),
             "training/groups_dropped": float(len(step.dropped)),
-            "training/tokens_dropped": float(sum(len(s.token_ids) for r in step.dropped for s in drawn_for(r))),
+            "training/tokens_dropped": float(sum(s.num_written for r in step.dropped for s in drawn_for(r))),
         }
 
 

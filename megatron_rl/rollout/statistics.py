@@ -108,11 +108,11 @@ def engine_metrics(statistics: EngineStatistics, rollout_group: dist.ProcessGrou
 def staleness_metrics(
     groups: Sequence[RolloutGroup], policy_version: int, replicas: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Measure how many of the tokens are of older weights, and by how many steps; over all replicas."""
+    """Measure how many of the tokens written are of older weights, and by how many steps; over all replicas."""
     ages = [
         (policy_version - version, size)
         for group in groups for rollout in group.rollouts for completion in rollout.completions
-        for version, size in completion.stretches
+        for version, size in completion.written_stretches
     ]  # fmt: skip
     local = torch.tensor([
         sum(size for _, size in ages),

@@ -65,9 +65,32 @@ def test_numbers(one_rank: ParallelGroups) -> None:
             "val/toy/pass@1": (1 / 4 + 2 / 3) / 2,
             "val/toy/pass@1_ci95": 0.3330097,  # Wilson's of 5.72 draws
             "val/toy/pass@2": (1 / 2 + 1) / 2,
-            "val/toy/pass@4": 1.0,  # of the one task with four graded samples
+            "val/toy/pass@4": 1.0,  # of three graded samples one is right
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        # Right in all that was graded, and never right: pass@2 was that of the second task alone.
+        ([[1, None], [0, 0]], {1: 0.5, 2: 0.5}),
+        ([[1, None, None, None], [1, 0, 0, 0]], {1: 0.625, 2: 0.75, 4: 1.0}),
+        ([[0, None, None, None], [1, 0, 0, 0]], {1: 0.125, 2: 0.25, 4: 0.5}),
+        ([[1, 0, None, None], [0, 0, 0, 0], [None] * 4], {1: 0.25, 2: 0.5, 4: 0.5}),
+        ([[1, 0, None, None], [0, 0, 1, None]], {1: 5 / 12, 2: 5 / 6}),  # of four samples nobody knows
+        ([[None] * 4, [0, 1, 1, 1]], {1: 0.75, 2: 1.0, 4: 1.0}),
+    ],
+)
+def test_pass_at_k_is_of_the_same_tasks_for_every_k(
+    one_rank: ParallelGroups, rewards: list[list[float | None]], expected: dict[int, float]
+) -> None:
+    """Where grades failed, each k left out other tasks, so that pass@k could fall as k grew."""
+    groups = [group for task in rewards for group in (graded_group(task), graded_group([None]))]
+    tasks = [("toy", str(number)) for number in range(len(rewards))]
+    metrics = evaluator(one_rank, FixedRollouter(groups), tasks, samples=len(rewards[0])).evaluate(0).metrics
+    found = {name: value for name, value in metrics.items() if "pass@" in name and "ci95" not in name}
+    assert found == pytest.approx({f"val/toy/pass@{k}": value for k, value in expected.items()})
 
 
 def test_a_sample_of_several_sequences_is_one_answer_of_their_length(one_rank: ParallelGroups) -> None:

@@ -86,14 +86,28 @@ def test_what_is_expected_of_a_sample_is_all_that_it_generates(one_rank: Paralle
 
 
 def test_tokens_of_branches_have_an_age(one_rank: ParallelGroups) -> None:
-    """Of 8 tokens of version 0 the branch's 2 are of version 1."""
+    """Of 8 tokens written the branch's 2 are of version 1."""
     group = branched()
     tree, plain = group.rollouts
     (branch,) = tree.branches
     newer = replace(branch, completion=replace(branch.completion, policy_version=1))
     changed = replace(group, rollouts=(replace(tree, branches=(newer,)), plain))
     assert staleness_metrics([changed], 1, one_rank.rollout_group) == {
-        "rollout/stale_token_share": pytest.approx(0.8), "rollout/token_lag_mean": 1.0, "rollout/token_lag_max": 1.0,
+        "rollout/stale_token_share": 0.75, "rollout/token_lag_mean": 1.0, "rollout/token_lag_max": 1.0,
+    }  # fmt: skip
+
+
+def test_tokens_that_were_only_read_have_no_age(one_rank: ParallelGroups) -> None:
+    """Written: 2 by version 1, 1 by version 2, 3 by version 3; an environment's 7 and 5 are of 1, 2 and 3, too."""
+    said = drawn(range(18), environment_spans=((2, 9), (10, 15)), older=((1, 6), (2, 12)))
+    group = group_of(sample_of(1.0, ([1], replace(said, policy_version=3))))
+    assert staleness_metrics([group], 3, one_rank.rollout_group) == {
+        "rollout/stale_token_share": 0.5, "rollout/token_lag_mean": pytest.approx(5 / 3), "rollout/token_lag_max": 2.0,
+    }  # fmt: skip
+    read_by_the_oldest = replace(said, environment_spans=((0, 6),), policy_version=3)
+    aged = staleness_metrics([group_of(sample_of(1.0, ([1], read_by_the_oldest)))], 3, one_rank.rollout_group)
+    assert aged == {
+        "rollout/stale_token_share": 0.5, "rollout/token_lag_mean": 1.0, "rollout/token_lag_max": 1.0,
     }  # fmt: skip
 
 
