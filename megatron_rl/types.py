@@ -275,16 +275,6 @@ class Completion:
         return tuple((version, end - start) for (version, end), start in zip(ends, starts, strict=True))
 
     @property
-    def written_stretches(self) -> list[tuple[int, int]]:
-        """The same without the tokens that the model read."""
-        written, end = [], 0
-        for version, size in self.stretches:
-            start, end = end, end + size
-            read = sum(max(0, min(end, stop) - max(start, begin)) for begin, stop in self.environment_spans)
-            written.append((version, size - read))
-        return written
-
-    @property
     def num_written(self) -> int:
         """Number of tokens the model wrote."""
         return len(self.token_ids) - sum(end - start for start, end in self.environment_spans)

@@ -76,8 +76,8 @@ class ModelRunner:
     def reset(self) -> None:
         """Empty the rows, so that nothing depends on what was generated before."""
         self.state.reset()
-        if self.context.cache.states is not None:
-            self.context.cache.states.reset()
+        for held in [] if self.context.cache.states is None else self.context.cache.states.tensors:
+            held.zero_()
 
     # -- prompts -------------------------------------------------------------------------------
 

@@ -36,11 +36,6 @@ class RowStates:
         """The tensors that hold them."""
         return [*self.past, *self.memory]
 
-    def reset(self) -> None:
-        """Zero all states."""
-        for held in self.tensors:
-            held.zero_()
-
     def watch(self, alive: torch.Tensor) -> None:
         """Keep the states of rows that are not ``alive`` [rows] in decode steps: their prompts may be under way."""
         self._watched = self._alive = alive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.platform.collectives import gather_json, gather_vectors
-from megatron_rl.types import Rollout, RolloutGroup
+from megatron_rl.types import Completion, Rollout, RolloutGroup
 
 _MOST_RANKS_SHOWN = 32
 """With more replicas a step's row would consist of their idle shares: the mean alone is kept."""
@@ -112,7 +112,7 @@ def staleness_metrics(
     ages = [
         (policy_version - version, size)
         for group in groups for rollout in group.rollouts for completion in rollout.completions
-        for version, size in completion.written_stretches
+        for version, size in _written(completion)
     ]  # fmt: skip
     local = torch.tensor([
         sum(size for _, size in ages),
@@ -126,6 +126,15 @@ def staleness_metrics(
         "rollout/token_lag_mean": float(total.sum() / stale.sum().clamp_min(1)),
         "rollout/token_lag_max": float(largest.max()),
     }
+
+
+def _written(completion: Completion) -> Iterator[tuple[int, int]]:
+    """Yield the version of each stretch, and how many of its tokens the model wrote."""
+    end = 0
+    for version, size in completion.stretches:
+        start, end = end, end + size
+        read = (min(end, stop) - max(start, begin) for begin, stop in completion.environment_spans)
+        yield version, size - sum(tokens for tokens in read if tokens > 0)
 
 
 @dataclass(frozen=True)
