@@ -159,7 +159,7 @@ def _unrepeatable(directory: RunDirectory, settings: Mapping[str, Any], choice: 
     if settings.get("rl_partial_rollouts") or settings.get("rl_surplus") == "keep":
         return (
             f"{directory.path} has --rl-partial-rollouts or --rl-surplus keep: which groups a step had depends on the "
-            "number of ranks or on time, so none of its steps can be replayed"
+            "steps before it or on the number of ranks, so none of its steps can be replayed"
         )
     size = settings["grpo_group_size"]
     if choice.sample is not None and choice.sample >= size:
