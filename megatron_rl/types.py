@@ -220,7 +220,7 @@ class Request:
     """One prompt and the number of samples wanted for it; they share one prefill."""
 
     source: SourcedTask
-    """With the place, and the prompt of a call, it fixes the random numbers of the samples."""
+    """With the place, and a prompt that is not the task's own, it fixes the random numbers of the samples."""
     prompt_ids: tuple[int, ...]
     num_samples: int
     sampling: SamplingParams

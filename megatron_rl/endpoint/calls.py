@@ -190,7 +190,7 @@ def request_of(
     number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int, hints: dict[str, Any]
 ) -> Request:
     """Return what the engine is asked for."""
-    source = SourcedTask("endpoint", Task(seed, ""), prompt_ids=tuple(ids))
+    source = SourcedTask("endpoint", Task(seed, ""))
     constraints = sampling["constraints"]
     if constraints is not None:
         constraints = Constraints(**constraints | {"logit_bias": tuple(map(tuple, constraints["logit_bias"]))})
