@@ -16,7 +16,7 @@ from megatron_rl.families.rotation import read_rotation
 from megatron_rl.families.weights import WeightMap, decoder_weights
 from megatron_rl.mxfp4 import MXFP4, as_matrices
 from megatron_rl.registry import FAMILIES
-from megatron_rl.tensor_files import StoredTensor, stored_tensors
+from megatron_rl.tensor_files import StoredTensor, TensorReader, stored_tensors
 
 NUMBER_FORMATS = ("F32", "BF16", "F16")
 """That weights are read in."""
@@ -28,6 +28,9 @@ _DELTA_WIDTHS = {
 """Flags, called as in ``config.json``, and transformers' defaults."""
 _PASSED_OVER = (".rotary_emb.inv_freq",)
 """Endings of tensors that older files have and every model computes itself."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS_COMPARED = 1024
+"""Of a tied model's head and embedding, at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +274,7 @@ def weight_problems(model: HfModel) -> list[str]:
     """Return one line for each way in which the files, by their headers, do not hold the model of ``config.json``."""
     try:
         stored = as_matrices(stored_tensors(model.directory))
+        own_head = _has_own_head(model, stored)
     except CheckpointError as error:
         return [str(error)]
     expected, kind = model.weights.tensors, f"a {model.family.class_name} of this config.json"
@@ -298,12 +302,28 @@ def weight_problems(model: HfModel) -> list[str]:
             [name for name in there if stored[name].dtype not in (*NUMBER_FORMATS, MXFP4)],
             lambda name: f"is stored as {stored[name].dtype}; use a model in {', '.join(NUMBER_FORMATS)}",
         ),
+        *told(
+            [_HEAD] if own_head else [],
+            lambda _: f"differs from {_EMBEDDING} though tie_word_embeddings is true; transformers and vLLM use this "
+            "head: set tie_word_embeddings to false in config.json",
+        ),
     ]
 
 
+def _has_own_head(model: HfModel, stored: Mapping[str, StoredTensor]) -> bool:
+    """Compare head and embedding of a tied model whose files have both: the same numbers may be written twice."""
+    both = [stored.get(name) for name in (_HEAD, _EMBEDDING)]
+    if None in both or _HEAD in model.weights.tensors:
+        return False
+    if both[0].shape != both[1].shape or any(tensor.dtype not in NUMBER_FORMATS for tensor in both):
+        return True
+    with TensorReader(model.directory) as reader:
+        parts = zip(*(reader.pieces(name, _ROWS_COMPARED) for name in (_HEAD, _EMBEDDING)), strict=True)
+        return not all(head.float().equal(embedding.float()) for head, embedding in parts)
+
+
 def _may_be_there(name: str) -> bool:
-    # A tied head is sometimes written although it is the embedding; transformers passes over it too.
-    return name == "lm_head.weight" or name.endswith(_PASSED_OVER)
+    return name == _HEAD or name.endswith(_PASSED_OVER)
 
 
 def _by(shape: tuple[int, ...]) -> str:
