@@ -19,11 +19,18 @@ from megatron_rl.user_files import read_json
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _ENDINGS = (".lora_A.weight", ".lora_B.weight")
-_ONLY = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False,
-    "modules_to_save": None, "layers_to_transform": None, "alpha_pattern": {}, "target_parameters": None,
+_FREE = frozenset((
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "target_modules", "exclude_modules", "task_type",
+    "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "megatron_core",
+    "qalora_group_size", "runtime_config", "eva_config",
+))  # fmt: skip
+"""Settings that are read, that the tensors show, or that nothing built depends on."""
+_BUILT: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+    "alpha_pattern": ({},), "loftq_config": ({},), "modules_to_save": ([],), "layers_to_transform": ([],),
+    "target_parameters": ([],),
 }  # fmt: skip
-"""Settings that change what the tensors mean, each with the one value that is built."""
+"""Values that leave W + s B A; PiSSA and others also change W. Any other setting must be null or false."""
 
 
 def settings_of(directory: str | Path) -> dict[str, Any]:
@@ -35,13 +42,20 @@ def settings_of(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / CONFIG_FILE
     try:
         values = read_json(path)
-        rank, alpha = int(values["r"]), float(values["lora_alpha"])
-        other = next((name for name, only in _ONLY.items() if values.get(name, only) not in (only, None, [])), None)
-        if other is not None:
-            raise ConfigError([f"{path}: {other} {shorten(values[other])} is not built, only {_ONLY[other]} is"])
+        rank, alpha = values["r"], float(values["lora_alpha"])
+        for name, value in values.items():
+            if not (value is None or value is False or name in _FREE or value in _BUILT.get(name, ())):
+                what = f"{name} {shorten(value)} is not built, only plain LoRA (W + s B A) is"
+                raise ConfigError([f"{path}: {what}; merge the adapter into its base with peft"])
+        if type(rank) is not int or rank < 1 or not 0 < alpha < math.inf:
+            what = f"r {shorten(rank)} and lora_alpha {shorten(values['lora_alpha'])}, which must be above 0"
+            raise ConfigError([f"{path} has {what}, r a whole number; take the file as peft wrote it"])
+        if values.get("use_rslora") and values.get("rank_pattern"):
+            what = "use_rslora with a rank_pattern is not built: the scale would depend on the rank"
+            raise ConfigError([f"{path}: {what}; merge the adapter into its base with peft"])
         ending = _ENDINGS[0]
         names = [n.removesuffix(ending) for n in stored_tensors(Path(directory)) if n.endswith(ending)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError([f"{path} is no adapter_config.json of PEFT ({error})"]) from error
     except CheckpointError as error:
         raise ConfigError([str(error)]) from error
