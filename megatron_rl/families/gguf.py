@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_rl.atomic import TEMPORARY, remove, whole_directory
 from megatron_rl.errors import CheckpointError, ConfigError, one_line
@@ -17,6 +17,8 @@ from megatron_rl.user_files import open_file
 
 Precision = Literal["float32", "bfloat16"]
 SUFFIX = ".gguf"
+_VERSION = 2
+"""Of what an import writes: version 1 left out how positions are scaled."""
 _INSTALL = "pip install 'megatron-rl[gguf]' (the packages gguf and accelerate)"
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ def cached_import(path: Path) -> Path:
         ConfigError: as `import_gguf`, or the cache cannot be written.
     """
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "megatron-rl"
-    target = home / f"{path.stem}-{_checksum(path)[:16]}"
+    target = home / f"{path.stem}-{_checksum(path)[:16]}-{_VERSION}"
     try:
         home.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(target.name + ".lock")):
@@ -52,10 +54,11 @@ def import_gguf(path: Path, target: Path, precision: Precision = "float32") -> N
     """Write the model of a GGUF file as a Hugging Face directory, which appears under its name once it is complete.
 
     Raises:
-        ConfigError: the file is no GGUF, is cut, or is of an architecture that is not known here; a package is missing.
+        ConfigError: the file is no GGUF, is cut, or has a key or tensor that is not read; a package is missing.
         CheckpointError: ``target`` is there, or cannot be written.
     """
     from megatron_rl.families.family import read_model  # which imports this module for names of files
+    from megatron_rl.families.gguf_config import settings_of
 
     _check_magic(path)
     try:
@@ -67,17 +70,53 @@ def import_gguf(path: Path, target: Path, precision: Precision = "float32") -> N
         import transformers
 
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        transformers.AutoConfig.from_pretrained(**source).save_pretrained(directory)
+        reader = _reader(path)
+        config = transformers.AutoConfig.for_model(**settings_of(path, reader))
+        config.save_pretrained(directory)
         try:
             read_model(directory)  # refuses what is not known here before the weights are read
         except ConfigError as error:
             named = (line.replace(str(directory / "config.json"), str(path)) for line in error.lines)
             raise ConfigError(named) from error
-        model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=precision)
+        _check_tensors(path, reader, config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=precision)
         model.hf_quantizer = None  # the weights that are written are not quantised
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(directory)
         transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+
+
+def _reader(path: Path) -> Any:
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        """Ends where the file does: the parent would read a list of 2^60 numbers on behind it."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) < count:
+                raise ValueError("it is cut short")
+            return found
+
+    return Reader(path)
+
+
+def _check_tensors(path: Path, reader: Any, config: Any) -> None:
+    """Raise for a tensor that transformers would pass over, such as a bias, or draw at random."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = get_gguf_hf_weights_map(model, TensorProcessor()).keys()
+    there = {tensor.name for tensor in reader.tensors}
+    if config.model_type == "llama" and config.rope_parameters["rope_type"] != "linear":
+        there.discard("rope_freqs.weight")  # it is in config.json
+    if lost := wanted - there - {"output.weight"}:
+        raise ConfigError([f"{path} lacks the tensor {min(lost)}, which its keys promise; fetch it anew"])
+    if unread := there - wanted:
+        raise ConfigError([f"{path}: tensor {min(unread)} is not read from GGUF; take the model's safetensors"])
 
 
 def _checksum(path: Path) -> str:
@@ -110,9 +149,11 @@ def _transformers_reads(path: Path) -> Iterator[None]:
     """Run the block, and name the file in what transformers raises."""
     try:
         yield
-    except (ConfigError, CheckpointError, OSError):
+    except (ConfigError, CheckpointError):
         raise
     except Exception as error:  # whatever transformers and gguf raise for a file that somebody else wrote
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk: transformers' own have no number
+            raise
         reason = one_line(str(error), 200) or type(error).__name__
         raise ConfigError([
             f"{path} cannot be read as a model ({reason}); take a whole GGUF file of a known family"

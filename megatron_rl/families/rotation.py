@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron_rl.families.hf_config import HfConfig
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
 _KEYS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", *_LLAMA3),
+    "llama3": ("factor", *LLAMA3),
     "yarn": (
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
@@ -77,7 +77,7 @@ def scaling_of(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
     if kind == "linear":
         return {"rotary_seq_len_interpolation_factor": rope.factor("factor")}
     if kind == "llama3":
-        for name, built in _LLAMA3.items():
+        for name, built in LLAMA3.items():
             if rope.get(name) != built:
                 rope.refuse(name, rope.get(name), f"Megatron's scaling has {built} built in")
         return {"use_rope_scaling": True, "rope_scaling_factor": rope.factor("factor")}
