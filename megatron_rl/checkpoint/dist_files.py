@@ -238,7 +238,7 @@ def write_parameters(
         stacked = (model.num_layers, model.num_experts or 0)[0 if are_alike else 1 :][: len(place)]
         offsets = torch.Size([*place, *[0] * len(parameter.shape)])
         chunk = ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place), *parameter.shape]))
-        number = torch.float32 if parameter.is_buffer else dtype
+        number = torch.float32 if parameter.is_stored_in_fp32 else dtype
         properties, size = TensorProperties(dtype=number), torch.Size([*stacked, *parameter.shape])
         described.setdefault(key, TensorStorageMetadata(properties, size, [])).chunks.append(chunk)
         index = MetadataIndex(key, offsets)

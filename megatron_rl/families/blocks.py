@@ -106,7 +106,8 @@ def _experts(name: str, model: Architecture, ranks: int, share: ExpertShare) -> 
     if model.add_bias_linear:
         yield Parameter(f"decoder.{name}.router.bias", (model.num_experts,))
     if model.moe_router_enable_expert_bias:
-        yield Parameter(f"decoder.{name}.router.expert_bias", (model.num_experts,), is_buffer=True)
+        bias = f"decoder.{name}.router.expert_bias"
+        yield Parameter(bias, (model.num_experts,), is_buffer=True, is_stored_in_fp32=True)
     for expert in share.of(model.num_experts):
         single = f"{name}.experts.local_experts.{expert}"
         yield from _mlp(single, model, model.moe_ffn_hidden_size, share.tensor_size or ranks)

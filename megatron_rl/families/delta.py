@@ -42,14 +42,14 @@ def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> I
         each = ("in_proj_z", value), ("in_proj_b", share), ("in_proj_a", share)
         stripes = *(("in_proj_qkv", rows) for rows in in_turn), *each
     channels, outputs = 2 * keys + values, 2 * keys + 2 * values + 2 * heads
-    yield Parameter(f"decoder.{name}.A_log", (heads,), "rows", ranks)
-    yield Parameter(f"decoder.{name}.dt_bias", (heads,), "rows", ranks)
+    for part in ("A_log", "dt_bias"):
+        yield Parameter(f"decoder.{name}.{part}", (heads,), "rows", ranks, is_stored_in_fp32=True)
     yield Parameter(
         f"decoder.{name}.short_conv.weight", (channels, 1, model.linear_conv_kernel_dim), "rows", ranks,
         stripes=tuple(("conv1d", rows) for rows in in_turn),
     )  # fmt: skip
     yield Linear(f"{name}.in_proj", "column", outputs, model.hidden_size, ranks, stripes=stripes)
-    yield Parameter(f"decoder.{name}.out_norm.weight", (model.linear_value_head_dim,))
+    yield Parameter(f"decoder.{name}.out_norm.weight", (model.linear_value_head_dim,), is_stored_in_fp32=True)
     yield Linear(f"{name}.out_proj", "row", model.hidden_size, values, ranks)
 
 

@@ -43,12 +43,18 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
     weights = model.weights
     held = {parameter.name: parameter for parameter in policy.layout.parameters if not parameter.is_value_head}
     known = {parameter.name for parameter in ModelLayout.of(policy.layout.architecture).parameters}
+    found: dict[str, str] = {}
     if others := (held.keys() - weights.keys()) | (weights.keys() - known):
         raise CheckpointError(f"{model.directory} is of another model: only one of the two has {min(others)}")
     with TensorReader(model.directory) as reader, torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name in held:
                 fill(parameter, weights[name].pieces(held[name], groups.part_of(held[name])), reader)
+                own = [tensor for tensor in weights[name].tensors if tensor in reader.stored]
+                found |= {tensor: reader.stored[tensor].dtype for tensor in own if parameter.dtype == torch.bfloat16}
+    if rounded := [tensor for tensor, dtype in found.items() if dtype == "F32" and "BF16" in found.values()]:
+        logger.warning("%s: %s and %d other tensors are fp32 beside bf16 ones; this run rounds them to bf16",
+                       model.directory, rounded[0], len(rounded) - 1)  # fmt: skip
     logger.info("weights from %s: %.1f MiB read by this rank", model.directory, reader.bytes_read / 2**20)
     return reader.bytes_read
 
@@ -119,7 +125,7 @@ def import_hf(
     with TensorReader(model.directory) as reader:
 
         def make(parameter: Parameter) -> torch.Tensor:
-            values = torch.empty(parameter.shape, dtype=torch.float32 if parameter.is_buffer else dtype)
+            values = torch.empty(parameter.shape, dtype=torch.float32 if parameter.is_stored_in_fp32 else dtype)
             fill(values, weights[parameter.name].pieces(parameter), reader)
             return values
 

@@ -19,7 +19,15 @@ from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.stored import embedding_rows, misfits, open_weights, part_of_stored
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter, read_model
-from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, write_index, write_json
+from megatron_rl.tensor_files import (
+    TensorEntry,
+    TensorReader,
+    TensorWriter,
+    plan_files,
+    stored_tensors,
+    write_index,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +99,9 @@ def write_hf(
     """
     remove(target.with_name(target.name + TEMPORARY))
     weights, in_mxfp4 = origin.weights, dtype is None and origin.is_mxfp4
+    formats = _formats(origin, layout, dtype)
     dtype = dtype or dtype_of(origin)
     blocks = weights.stacked_matrices if in_mxfp4 else frozenset()
-    formats = dict.fromkeys(weights.tensors, dtype)
-    for parameter in layout.parameters:
-        formats |= dict.fromkeys(weights[parameter.name].tensors, torch.float32) if parameter.is_buffer else {}
     entries = passed_through(origin)
     for name, shape in weights.tensors.items():
         own = {name: TensorEntry(_NUMBERS[formats[name]], shape)}
@@ -123,6 +129,18 @@ def write_hf(
             "training changed by less than that is gone; write them in bf16 with --dtype bfloat16", target,
             origin.directory, 100 * encoder.rounded / encoder.numbers,
         )  # fmt: skip
+
+
+def _formats(origin: HfModel, layout: ModelLayout, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Each tensor's dtype: that of the origin's files, where they are there and no other ``dtype`` is asked for."""
+    own, kinds = dict[str, torch.dtype](), {name: kind for kind, name in _NUMBERS.items()}
+    with contextlib.suppress(CheckpointError):
+        stored = stored_tensors(origin.directory).items()
+        own = {name: kinds[tensor.dtype] for name, tensor in stored if tensor.dtype in kinds}
+    formats = dict.fromkeys(origin.weights.tensors, dtype or dtype_of(origin)) | (own if dtype is None else {})
+    in_fp32 = (parameter for parameter in layout.parameters if parameter.is_stored_in_fp32 and dtype != torch.float32)
+    names = [name for parameter in in_fp32 for name in origin.weights[parameter.name].tensors]
+    return formats | {name: own.get(name, torch.float32) for name in names}
 
 
 def _originals(origin: HfModel, in_mxfp4: bool) -> contextlib.AbstractContextManager[TensorReader | None]:
