@@ -29,8 +29,6 @@ _DELTA_WIDTHS = {
 _PASSED_OVER = (".rotary_emb.inv_freq",)
 """Endings of tensors that older files have and every model computes itself."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ROWS_COMPARED = 1024
-"""Of a tied model's head and embedding, at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,13 +310,13 @@ def weight_problems(model: HfModel) -> list[str]:
 
 def _has_own_head(model: HfModel, stored: Mapping[str, StoredTensor]) -> bool:
     """Compare head and embedding of a tied model whose files have both: the same numbers may be written twice."""
-    both = [stored.get(name) for name in (_HEAD, _EMBEDDING)]
-    if None in both or _HEAD in model.weights.tensors:
+    names = _HEAD, _EMBEDDING
+    if not stored.keys() >= {*names} or _HEAD in model.weights.tensors:
         return False
-    if both[0].shape != both[1].shape or any(tensor.dtype not in NUMBER_FORMATS for tensor in both):
+    if stored[_HEAD].shape != stored[_EMBEDDING].shape:
         return True
     with TensorReader(model.directory) as reader:
-        parts = zip(*(reader.pieces(name, _ROWS_COMPARED) for name in (_HEAD, _EMBEDDING)), strict=True)
+        parts = zip(*(reader.pieces(name, rows=1024) for name in names), strict=True)
         return not all(head.float().equal(embedding.float()) for head, embedding in parts)
 
 

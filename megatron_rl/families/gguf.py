@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.atomic import TEMPORARY, remove, whole_directory
-from megatron_rl.errors import CheckpointError, ConfigError, one_line
+from megatron_rl.errors import CheckpointError, ConfigError, one_line, shorten
 from megatron_rl.user_files import open_file
 
 Precision = Literal["float32", "bfloat16"]
@@ -20,6 +21,19 @@ SUFFIX = ".gguf"
 _VERSION = 2
 """Of what an import writes: version 1 left out how positions are scaled."""
 _INSTALL = "pip install 'megatron-rl[gguf]' (the packages gguf and accelerate)"
+
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_KEYS = {
+    "context_length": "max_position_embeddings", "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}  # fmt: skip
+_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+_LOCAL_BASE = 10000.0
+"""Of rotary positions in Gemma's windows, and in Llama where a file does not say."""
+_GEMMA_27B = 62
+"""Layers of the one size whose attention scores llama.cpp scales by another width than a head's."""
+_TAKE = "take the model's safetensors"
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +48,8 @@ def cached_import(path: Path) -> Path:
         ConfigError: as `import_gguf`, or the cache cannot be written.
     """
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "megatron-rl"
-    target = home / f"{path.stem}-{_checksum(path)[:16]}-{_VERSION}"
+    digest = _opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest())
+    target = home / f"{path.stem}-{digest[:16]}-{_VERSION}"
     try:
         home.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(target.name + ".lock")):
@@ -58,9 +73,9 @@ def import_gguf(path: Path, target: Path, precision: Precision = "float32") -> N
         CheckpointError: ``target`` is there, or cannot be written.
     """
     from megatron_rl.families.family import read_model  # which imports this module for names of files
-    from megatron_rl.families.gguf_config import settings_of
 
-    _check_magic(path)
+    if (magic := _opened(path, lambda file: file.read(4))) != b"GGUF":
+        raise ConfigError([f"{path} is no GGUF file: it begins with {magic!r} where that has b'GGUF'; fetch it anew"])
     try:
         import accelerate  # noqa: F401  (transformers asks for it in the midst of reading)
         import gguf  # noqa: F401
@@ -71,7 +86,7 @@ def import_gguf(path: Path, target: Path, precision: Precision = "float32") -> N
 
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         reader = _reader(path)
-        config = transformers.AutoConfig.for_model(**settings_of(path, reader))
+        config = transformers.AutoConfig.for_model(**_settings_of(path, reader))
         config.save_pretrained(directory)
         try:
             read_model(directory)  # refuses what is not known here before the weights are read
@@ -79,6 +94,7 @@ def import_gguf(path: Path, target: Path, precision: Precision = "float32") -> N
             named = (line.replace(str(directory / "config.json"), str(path)) for line in error.lines)
             raise ConfigError(named) from error
         _check_tensors(path, reader, config)
+        del reader  # a Python object for each token of the vocabulary
         model = transformers.AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=precision)
         model.hf_quantizer = None  # the weights that are written are not quantised
         vars(model.config).pop("quantization_config", None)
@@ -101,6 +117,71 @@ def _reader(path: Path) -> Any:
     return Reader(path)
 
 
+def _settings_of(path: Path, reader: Any) -> dict[str, Any]:
+    """Return ``config.json`` of the model in ``path``, which ``reader`` has open.
+
+    llama.cpp computes with every key of the architecture; transformers ignores those that it does not know.
+
+    Raises:
+        ConfigError: the architecture or a key is not translated.
+    """
+    name, tensors = reader.fields["general.architecture"].contents(), {each.name: each for each in reader.tensors}
+    if name not in _MODEL_TYPES:
+        known = ", ".join(_MODEL_TYPES)
+        raise ConfigError([f"{path}: architecture {shorten(name)} is not read from GGUF, only {known}; {_TAKE}"])
+    values = {key: each.contents() for key, each in reader.fields.items() if key.startswith(f"{name}.")}
+
+    def take(key: str, default: Any = None) -> Any:
+        value = values.pop(f"{name}.{key}", default)
+        if value is None or isinstance(value, list):
+            what = f"{name}.{key} must be one value for all layers, got {shorten(value)}"
+            raise ConfigError([f"{path}: {what}; {_TAKE}"])
+        return value
+
+    found = {theirs: take(key) for key, theirs in _KEYS.items()}
+    layers, width = found["num_hidden_layers"], found["hidden_size"] // found["num_attention_heads"]
+    if layers > len(tensors):
+        raise ConfigError([f"{path} has {len(tensors)} tensors for {layers} layers; fetch it anew"])
+    rows, head = tensors["token_embd.weight"].shape[-1], take("attention.key_length", width)
+    rope = {"rope_type": "default", "rope_theta": take("rope.freq_base", _LOCAL_BASE if name == "llama" else None)}
+    if values.get(f"{name}.rope.scaling.type") in ("none", "linear"):
+        kind, factor = take("rope.scaling.type"), take("rope.scaling.factor", 1)
+        rope |= {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else {}
+    if name == "llama" and rope["rope_type"] == "default" and "rope_freqs.weight" in tensors:
+        rope |= _llama3(path, tensors["rope_freqs.weight"].data, rope["rope_theta"], head)
+    if name == "gemma3":
+        found |= {"sliding_window": take("attention.sliding_window")}
+        found |= {"query_pre_attn_scalar": width if layers == _GEMMA_27B else head}
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": _LOCAL_BASE}}
+    built = {
+        "attention.value_length": head, "rope.dimension_count": head, "vocab_size": rows, "attention.causal": True,
+        "attention.sliding_window_pattern": 6, "rope.freq_base_swa": _LOCAL_BASE, "rope.scaling.finetuned": False,
+    }  # fmt: skip
+    for key, value in values.items():
+        if value != built.get(key.removeprefix(f"{name}."), math.nan):  # which nothing equals
+            raise ConfigError([f"{path}: {key} {shorten(value)} is not read from GGUF; {_TAKE}"])
+    ids = {theirs: reader.fields.get(f"tokenizer.ggml.{key}") for key, theirs in _IDS.items()}
+    return found | {key: each.contents() for key, each in ids.items() if each is not None} | {
+        "model_type": _MODEL_TYPES[name], "vocab_size": int(rows), "head_dim": head, "rope_parameters": rope,
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }  # fmt: skip
+
+
+def _llama3(path: Path, divisors: Any, base: float, head: int) -> dict[str, Any]:
+    """Return the scaling by which llama.cpp divides frequencies, [head / 2], if it is that of Llama 3.1 to 3.3."""
+    import numpy as np
+
+    from megatron_rl.families.rotation import LLAMA3  # which imports the reader of config.json, and that this module
+
+    factor, (low, high, length) = float(divisors.max()), LLAMA3.values()
+    turns = length / (2 * math.pi) * base ** (-np.arange(0, head, 2) / head)
+    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    wanted = 1 / ((1 - smooth) / factor + smooth)
+    if divisors.shape != wanted.shape or not np.allclose(divisors, wanted, rtol=1e-4):
+        raise ConfigError([f"{path}: rope_freqs.weight is not the scaling of Llama 3.1; {_TAKE}"])
+    return {} if factor == 1 else {"rope_type": "llama3", "factor": factor, **LLAMA3}
+
+
 def _check_tensors(path: Path, reader: Any, config: Any) -> None:
     """Raise for a tensor that transformers would pass over, such as a bias, or draw at random."""
     import torch
@@ -113,28 +194,17 @@ def _check_tensors(path: Path, reader: Any, config: Any) -> None:
     there = {tensor.name for tensor in reader.tensors}
     if config.model_type == "llama" and config.rope_parameters["rope_type"] != "linear":
         there.discard("rope_freqs.weight")  # it is in config.json
-    if lost := wanted - there - {"output.weight"}:
-        raise ConfigError([f"{path} lacks the tensor {min(lost)}, which its keys promise; fetch it anew"])
-    if unread := there - wanted:
-        raise ConfigError([f"{path}: tensor {min(unread)} is not read from GGUF; take the model's safetensors"])
+    for name in sorted((wanted ^ there) - {"output.weight"}):  # without it the head is tied
+        what = "is missing" if name in wanted else "is not read from GGUF"
+        raise ConfigError([f"{path}: tensor {name} {what}; take the model's safetensors"])
 
 
-def _checksum(path: Path) -> str:
+def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
     try:
         with open_file(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return read(file)
     except (ValueError, OSError) as error:
         raise ConfigError([f"{path}: {error}"]) from error
-
-
-def _check_magic(path: Path) -> None:
-    try:
-        with open_file(path) as file:
-            magic = file.read(4)
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"{path}: {error}"]) from error
-    if magic != b"GGUF":
-        raise ConfigError([f"{path} is no GGUF file: it begins with {magic!r} where that has b'GGUF'; fetch it anew"])
 
 
 @contextlib.contextmanager

@@ -19,15 +19,7 @@ from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.stored import embedding_rows, misfits, open_weights, part_of_stored
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter, read_model
-from megatron_rl.tensor_files import (
-    TensorEntry,
-    TensorReader,
-    TensorWriter,
-    plan_files,
-    stored_tensors,
-    write_index,
-    write_json,
-)
+from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, write_index, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +126,13 @@ def write_hf(
 def _formats(origin: HfModel, layout: ModelLayout, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Each tensor's dtype: that of the origin's files, where they are there and no other ``dtype`` is asked for."""
     own, kinds = dict[str, torch.dtype](), {name: kind for kind, name in _NUMBERS.items()}
-    with contextlib.suppress(CheckpointError):
-        stored = stored_tensors(origin.directory).items()
-        own = {name: kinds[tensor.dtype] for name, tensor in stored if tensor.dtype in kinds}
+    with contextlib.suppress(CheckpointError), TensorReader(origin.directory) as reader:
+        own = {name: kinds[tensor.dtype] for name, tensor in reader.stored.items() if tensor.dtype in kinds}
     formats = dict.fromkeys(origin.weights.tensors, dtype or dtype_of(origin)) | (own if dtype is None else {})
-    in_fp32 = (parameter for parameter in layout.parameters if parameter.is_stored_in_fp32 and dtype != torch.float32)
-    names = [name for parameter in in_fp32 for name in origin.weights[parameter.name].tensors]
-    return formats | {name: own.get(name, torch.float32) for name in names}
+    for parameter in layout.parameters:
+        if parameter.is_stored_in_fp32 and dtype != torch.float32:
+            formats |= {name: own.get(name, torch.float32) for name in origin.weights[parameter.name].tensors}
+    return formats
 
 
 def _originals(origin: HfModel, in_mxfp4: bool) -> contextlib.AbstractContextManager[TensorReader | None]:

@@ -212,8 +212,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "rope_freqs__weight": (llama3_divisors(low=2.0), "rope_freqs.weight is not the scaling of Llama 3.1"),
     "blk__0__attn_q__bias": ([0.5] * 128, "tensor blk.0.attn_q.bias is not read"),
     "blk__1__attn_q_norm__weight": ([0.5] * 32, "tensor blk.1.attn_q_norm.weight is not read"),
-    "blk__1__ffn_down__weight": (None, "lacks the tensor blk.1.ffn_down.weight"),
-    "output_norm__weight": (None, "lacks the tensor output_norm.weight"),
+    "blk__1__ffn_down__weight": (None, "tensor blk.1.ffn_down.weight is missing"),
+    "output_norm__weight": (None, "tensor output_norm.weight is missing"),
     "token_embd__weight": (None, "token_embd.weight"),
     "blk__1__ffn_gate__weight": ([[0.5] * 64] * 8, "cannot be read as a model"),
 }
