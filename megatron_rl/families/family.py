@@ -269,7 +269,10 @@ def _family_of(path: Path, values: dict[str, Any]) -> Family:
 
 
 def weight_problems(model: HfModel) -> list[str]:
-    """Return one line for each way in which the files, by their headers, do not hold the model of ``config.json``."""
+    """Return one line for each way in which the files do not hold the model of ``config.json``.
+
+    Headers are compared, and the numbers of a tied model's head.
+    """
     try:
         stored = as_matrices(stored_tensors(model.directory))
         own_head = _has_own_head(model, stored)

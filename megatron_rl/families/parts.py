@@ -37,7 +37,7 @@ class Parameter:
     is_buffer: bool = False
     """It is not trained and always fp32, like a router's bias."""
     is_stored_in_fp32: bool = False
-    """Files have it in fp32 beside bf16 weights; a bf16 run rounds it. A buffer is."""
+    """Files keep it in fp32 beside bf16 weights. A bf16 run trains it in bf16, unless it is a buffer."""
 
     @property
     def is_over_the_vocabulary(self) -> bool:
