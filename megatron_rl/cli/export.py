@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="of the weights; without it that of the origin's config.json, with experts in MXFP4 if it has them so",
+        help="of the weights; without it each tensor's in the origin's files, with experts in MXFP4 if it has them so",
     )  # fmt: skip
     parser.add_argument(
         "--format", choices=("hf", "peft"), default="hf", help="hf: a whole model; peft: adapters of a LoRA run"

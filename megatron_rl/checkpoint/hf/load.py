@@ -43,16 +43,16 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
     weights = model.weights
     held = {parameter.name: parameter for parameter in policy.layout.parameters if not parameter.is_value_head}
     known = {parameter.name for parameter in ModelLayout.of(policy.layout.architecture).parameters}
-    found: dict[str, str] = {}
     if others := (held.keys() - weights.keys()) | (weights.keys() - known):
         raise CheckpointError(f"{model.directory} is of another model: only one of the two has {min(others)}")
     with TensorReader(model.directory) as reader, torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name in held:
                 fill(parameter, weights[name].pieces(held[name], groups.part_of(held[name])), reader)
-                own = [tensor for tensor in weights[name].tensors if tensor in reader.stored]
-                found |= {tensor: reader.stored[tensor].dtype for tensor in own if parameter.dtype == torch.bfloat16}
-    if rounded := [tensor for tensor, dtype in found.items() if dtype == "F32" and "BF16" in found.values()]:
+    of_held = (tensor for name in held for tensor in weights[name].tensors if not held[name].is_buffer)
+    stored = {tensor: reader.stored[tensor].dtype for tensor in of_held if tensor in reader.stored}
+    rounded = [tensor for tensor, dtype in stored.items() if dtype == "F32"]
+    if policy.dtype == torch.bfloat16 and 0 < len(rounded) < len(stored):
         logger.warning("%s: %s and %d other tensors are fp32 beside bf16 ones; this run rounds them to bf16",
                        model.directory, rounded[0], len(rounded) - 1)  # fmt: skip
     logger.info("weights from %s: %.1f MiB read by this rank", model.directory, reader.bytes_read / 2**20)
