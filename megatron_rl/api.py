@@ -116,7 +116,8 @@ def generate(
     Raises:
         ConfigError: every problem of the model, the flags and the prompts.
     """
-    config = model_config(str(model), _words(flags), world_size=1, at_once=max(1, min(64, len(prompts))))
+    chats = [prompt for prompt in prompts if not (raw and isinstance(prompt, str))]
+    config = model_config(str(model), _words(flags), 1, max(1, min(64, len(prompts))), chats)
     from megatron_rl.generation import as_prompt, open_generator  # imports torch, which wrong flags need not wait for
 
     with open_generator(config) as generator:

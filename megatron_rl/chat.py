@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_rl.errors import one_line, shorten
+from megatron_rl.errors import ChatRefused, one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps, loads
 from megatron_rl.types import Message
 from megatron_rl.user_files import read_text
@@ -24,6 +25,9 @@ OURS = frozenset({
     "tokenizer_kwargs", "tools", "sanitize_control_tokens", "conversations",
 })  # fmt: skip
 """Arguments of transformers' ``apply_chat_template`` that are no variables of the template, or that we set."""
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,20 @@ class ChatFormat:
         if self.tools:
             settings["tools"] = dumps(list(self.tools))
         return {name: hashlib.sha256((text or "").encode()).hexdigest()[:16] for name, text in settings.items()}
+
+
+def unless_refused(encode: Callable[[], T], refused: dict[str, str], environment: str) -> T | None:
+    """Return what ``encode`` gives; None if the chat template refuses the row, of which the first is logged.
+
+    ``refused`` gets the reason of each environment's first, for messages. All ranks skip the same rows.
+    """
+    try:
+        return encode()
+    except ChatRefused as refusal:
+        if environment not in refused:
+            refused[environment] = f"; {refusal}"
+            logger.info("%s: a row is skipped, as are others like it: %s", environment, refusal)
+        return None
 
 
 def _for_template(message: Message, arguments_are_text: bool) -> dict[str, Any]:

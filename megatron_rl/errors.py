@@ -111,6 +111,10 @@ class EnvironmentFault(MegatronRLError):
     """An environment (not a single sample) failed: its server, its data or its code."""
 
 
+class ChatRefused(EnvironmentFault):
+    """A chat template cannot render a chat: that row, request or turn is left out; names the roles and the reason."""
+
+
 class TextTooLong(MegatronRLError):
     """A text has more characters than the tokens that there is room for; nothing of it was encoded."""
 

@@ -25,7 +25,7 @@ def rl_step(run: RLRun, step: int) -> TrainOutcome | None:
     seed = sample_seed(run.config.training.seed, "rollout", step)
     parity: dict[str, float] | None = None
     while parity is None:  # once more where the gate has changed the rollouts' format
-        start, skipped = run.source.position(), run.source.skipped_too_long
+        start, skipped = run.source.position(), run.source.skipped
         with run.timer.phase("gen"):
             with closing(run.open_journal(step, seed)) as journal, run.phases.rollouts():
                 rollouts = run.collector.collect(seed, run.progress.policy_version, journal)
@@ -47,7 +47,7 @@ def rl_step(run: RLRun, step: int) -> TrainOutcome | None:
         run.reporter.dump_batches(step, outcome.updates)
     run.reporter.records(step, rollouts.groups, run.tokenizer.decode_raw, rollouts.numbers, outcome.updates)
     metrics = run.step_metrics(rollouts, rewards, outcome) | parity
-    metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
+    metrics["training/skipped_prompts"] = float(run.source.skipped - skipped)
     return replace(outcome, metrics=metrics, updates=(), tokens=int(metrics["perf/generated_tokens"]))
 
 

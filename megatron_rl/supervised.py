@@ -47,7 +47,7 @@ def build(base: Run) -> SupervisedRun:
 
 def supervised_step(run: SupervisedRun, step: int) -> TrainOutcome:
     """Take one update on demonstrations; the denominator of the loss is the batch's answer tokens."""
-    skipped = run.source.skipped_too_long
+    skipped = run.source.skipped
     with run.timer.phase("data"):
         batch = run.source.draw(run.config.training.global_batch_size)
         mine = batch[run.groups.data_group.rank() :: run.groups.data_group.size()]
@@ -56,7 +56,7 @@ def supervised_step(run: SupervisedRun, step: int) -> TrainOutcome:
         outcome = run.trainer.step(micro_batches)
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, [micro_batches])
-    outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long - skipped)
+    outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped - skipped)
     return replace(outcome, updates=(), tokens=int(outcome.metrics["perf/total_num_tokens"]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache, partial
@@ -13,7 +14,7 @@ from typing import Any
 
 from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.tool_calls import parser_for
-from megatron_rl.errors import ConfigError, EnvironmentFault, TextTooLong, one_line, shorten
+from megatron_rl.errors import ChatRefused, ConfigError, TextTooLong, one_line, shorten
 from megatron_rl.families import model_directory
 from megatron_rl.families.gguf import SUFFIX as GGUF
 from megatron_rl.families.hf_config import end_token_ids, read_object
@@ -129,7 +130,7 @@ class Tokenizer:
             ]) from error
 
     def encode_prompt(self, prompt: Prompt, environment: str = "", tools: Tools | None = None) -> list[int]:
-        """Encode a prompt of ``environment``; ``tools`` as in `render`.
+        """Encode a prompt of ``environment``; ``tools`` as in `render`, as is ``ChatRefused``.
 
         A chat template writes all special tokens; plain text gets the beginning-of-text token unless it has it.
         """
@@ -149,22 +150,16 @@ class Tokenizer:
         the template's own is left out.
 
         Raises:
-            EnvironmentFault: the chat template refuses the messages, or rewrites what the model said.
+            ChatRefused: the chat template refuses the messages, or rewrites what the model said.
         """
         if isinstance(prompt, str):
             return self.encode("".join(message["content"] for message in messages))
         turn, rest = {"role": "assistant", "content": _SPOKEN}, ""
         if messages and messages[0]["role"] == "tool" and (parser := self.tool_call_parser(environment)):
             turn, rest = PARSERS.get(parser).turn(_SPOKEN, messages[0])
-        conversation = [*prompt, turn, *messages]
-        try:
-            rendered = self.render(conversation, environment, tools)
-        except Exception as error:  # a template raises whatever its author chose
-            roles = ", ".join(message["role"] for message in messages)
-            raise EnvironmentFault(f"the chat template cannot render a reply of {roles}: {error}") from error
-        before, *after = rendered.split(_SPOKEN)
+        before, *after = self.render([*prompt, turn, *messages], environment, tools).split(_SPOKEN)
         if len(after) != 1:
-            raise EnvironmentFault(f"the chat template shows a turn of the model {len(after)} times; once is needed")
+            raise ChatRefused(f"the chat template shows a turn of the model {len(after)} times; once is needed")
         reply = after[0].removeprefix(rest)
         return self.encode(self.without_end_token(reply) if ended else reply)
 
@@ -176,9 +171,12 @@ class Tokenizer:
         return text
 
     def render(self, messages: Sequence[Message], environment: str = "", tools: Tools | None = None) -> str:
-        """Render chat messages and the beginning of the next turn; raises what the template raises.
+        """Render chat messages and the beginning of the next turn.
 
         ``tools`` are schemas as in OpenAI's API; None takes those of the environment.
+
+        Raises:
+            ChatRefused: the template raises something, its ``__cause__``.
         """
         chat = self.chat_format(environment)
         offered = chat.tools if tools is None else tools
@@ -190,12 +188,17 @@ class Tokenizer:
             **{"add_generation_prompt": True, **chat.template_kwargs},
         )
         try:
-            return apply(chat.conversation(messages))
-        except TypeError:  # DeepSeek's templates join the arguments of calls to other text
-            return apply(chat.conversation(messages, arguments_are_text=True))
+            try:
+                return apply(chat.conversation(messages))
+            except TypeError:  # DeepSeek's templates join the arguments of calls to other text
+                return apply(chat.conversation(messages, arguments_are_text=True))
+        except Exception as error:  # whatever its author chose; a MemoryError is none of the device's
+            roles = one_line(", ".join(message["role"] for message in messages), 80)
+            chat = f"{roles}, {shorten(messages[-1].get('content') if messages else '', 60)}"
+            raise ChatRefused(f"the chat template refuses {chat}: {reason_in_template(error)}") from error
 
     def ignores_tools(self, environment: str = "") -> bool:
-        """Return whether its chats look the same with tools as without; raises what the template raises."""
+        """Return whether its chats look the same with tools as without; ``ChatRefused`` as in `render`."""
         asked: Message = {"role": "user", "content": "a"}
         tool = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
         offered = [{"type": "function", "function": tool}]
@@ -206,7 +209,7 @@ class Tokenizer:
         turns = [("user", "a"), ("assistant", _SPOKEN), ("user", "b")]
         try:
             rendered = self.render([{"role": role, "content": said} for role, said in turns], environment)
-        except Exception:  # noqa: BLE001 - a template raises whatever its author chose, for single questions only, say
+        except ChatRefused:  # it is for single questions only, say
             return None
         after = rendered.partition(_SPOKEN)[2].lstrip()
         return next((text for text in self.special_tokens if text and after.startswith(text)), None)
@@ -282,6 +285,14 @@ class Tokenizer:
     def decode_raw(self, token_ids: Sequence[int]) -> str:
         """Decode with special tokens by name, for records."""
         return self._backend.decode(list(token_ids), clean_up_tokenization_spaces=False)
+
+
+def reason_in_template(error: BaseException) -> str:
+    """Say what a template raised, and in which of its lines; jinja puts its own frames into tracebacks."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    said = str(error) or "no reason given"
+    return one_line(f"{type(error).__name__}: {said}", 300) + ("" if line is None else f", line {line}")
 
 
 def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenizer:

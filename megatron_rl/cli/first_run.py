@@ -22,8 +22,9 @@ from megatron_rl.config.arguments import read_flags
 from megatron_rl.config.flags import flag
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
 from megatron_rl.environments.loading import DataSize, data_size
-from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.errors import ChatRefused, ConfigError, Problem
 from megatron_rl.run.memory.estimate import estimate, in_words
+from megatron_rl.run.preflight.chats import template_problems
 from megatron_rl.run.preflight.inputs import open_tokenizer
 from megatron_rl.tokenizer import Tokenizer
 
@@ -99,6 +100,8 @@ def full_flags(words: Sequence[str]) -> tuple[Ranks, list[str]]:
     tokenizer = open_tokenizer(config)
     if not tokenizer.has_chat_template():
         options.setdefault("chat", False)
+    if options.get("chat", True) and (problems := list(template_problems(tokenizer))):
+        raise ConfigError(problems)
     size = _size(options, asked.sft)
     if size.tasks >= ENOUGH_TO_HOLD_OUT and not {"test_path", "test_split", "held_out"} & set(options):
         options["held_out"] = HELD_OUT
@@ -224,7 +227,11 @@ class _Settings:
     def _lengths(self) -> dict[str, int]:
         """Tokens, from the longest prompt and answer of the data, as far as the model can see."""
         prompt = self.size.prompt if isinstance(self.size.prompt, str) else tuple(self.size.prompt)
-        asked, answered = len(self.tokenizer.encode_prompt(prompt)), len(self.tokenizer.encode(self.size.answer)) + 16
+        try:
+            asked = len(self.tokenizer.encode_prompt(prompt))
+        except ChatRefused:  # such rows are skipped, others have about its length
+            asked = len(self.tokenizer.encode(" ".join(message["content"] for message in prompt)))
+        answered = len(self.tokenizer.encode(self.size.answer)) + 16
         limit = answered if self.sft else self.config.typed.get("rl_max_new_tokens") or max(SHORTEST_LIMIT, answered)
         whole = -(-(asked + limit) // ALIGNMENT) * ALIGNMENT
         seen = self.config.model.max_position_embeddings if "seq_length" not in self.config.typed else None

@@ -63,7 +63,8 @@ def _parse(words: Sequence[str], world_size: int) -> Job:
     if files.output is not None and not _can_be_written(Path(files.output)):  # before the answers are drawn
         raise ConfigError([f"--output {files.output} cannot be written; name a file in a directory that is there"])
     prompts = list(read_prompts(Path(files.prompts)))
-    return Job(model_config(words[0], rest, world_size, at_once=min(AT_ONCE, len(prompts))), files, prompts)
+    chats = [prompt for prompt in prompts if not (files.raw and isinstance(prompt, str))]
+    return Job(model_config(words[0], rest, world_size, min(AT_ONCE, len(prompts)), chats), files, prompts)
 
 
 def _can_be_written(path: Path) -> bool:

@@ -17,12 +17,16 @@ from megatron_rl.cli.options import read_ranks
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.model_directory import saved_model
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.environments.checks import Chats, note_chat
+from megatron_rl.errors import ConfigError, MegatronRLError, Problem
 from megatron_rl.families import read_model
 from megatron_rl.main import CONFIGURATION_ERROR, RUN_ERROR, refuse
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.run.preflight import preflight
+from megatron_rl.run.preflight.chats import template_problems
+from megatron_rl.run.preflight.inputs import open_tokenizer
+from megatron_rl.types import Prompt
 from megatron_rl.user_files import path_refusal
 
 Parsed = TypeVar("Parsed")
@@ -99,11 +103,14 @@ def _only_warnings() -> None:
     configure_logging(rank=1)  # the screen belongs to the answers
 
 
-def model_config(name: str, words: Sequence[str], world_size: int, at_once: int) -> RLConfig:
+def model_config(
+    name: str, words: Sequence[str], world_size: int, at_once: int, prompts: Sequence[Prompt] = ("",)
+) -> RLConfig:
     """Return the configuration of an evaluation of the model, without environments; ``words`` are further flags.
 
     Args:
         at_once: answers decoded at the same time, unless ``words`` say so.
+        prompts: chats that the model will be asked, or what a user says in one.
 
     Raises:
         ConfigError: every problem of the flags, of the model's files and of this machine.
@@ -118,9 +125,17 @@ def model_config(name: str, words: Sequence[str], world_size: int, at_once: int)
     defaults += ["--seed", RLConfig().training.seed]  # not that of the model's run, as an evaluation has it
     argv = ["--eval-only", *map(str, defaults), *flags, *_in_long(words)]
     config, problems = read_config(argv, world_size)
-    if problems := problems or preflight(config, is_run=False):
+    if problems := problems or preflight(config, is_run=False) or _of_template(config, prompts):
         raise ConfigError(problems)
     return config
+
+
+def _of_template(config: RLConfig, prompts: Sequence[Prompt]) -> list[Problem]:
+    tokenizer, chats = open_tokenizer(config), Chats()
+    for number, prompt in enumerate(prompts, start=1):
+        note_chat(chats, "prompt", number, prompt)
+    is_used = prompts and tokenizer.has_chat_template()
+    return list(template_problems(tokenizer, "", dict(chats.values()))) if is_used else []
 
 
 def _in_long(words: Sequence[str]) -> list[str]:

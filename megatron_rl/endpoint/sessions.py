@@ -26,7 +26,6 @@ from hashlib import blake2b
 from typing import Any
 
 from megatron_rl.environments.agents import MAIN
-from megatron_rl.errors import EnvironmentFault, MegatronRLError
 from megatron_rl.json_text import parse_json
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
@@ -140,7 +139,7 @@ class Session:
         A history with other tools or ``template_kwargs``, variables of the template, is another one.
 
         Raises:
-            EnvironmentFault: the chat template refuses the messages; there was no call then.
+            ChatRefused: the chat template refuses the messages; there was no call then.
             TextTooLong: see `Tokenizer.reading_at_most`.
         """
         tokenizer = self._tokenizer
@@ -166,12 +165,7 @@ class Session:
             new = [_named(message, said) for message in messages[num_known:]]
             return tokenizer.encode_reply(before, new, ended, self.environment, tools)
 
-        try:
-            planned = self._begin(numbers, answered, encode, history)
-        except MegatronRLError:
-            raise
-        except Exception as error:  # a template raises whatever its author chose
-            raise EnvironmentFault(f"the chat template refuses the messages: {error}") from error
+        planned = self._begin(numbers, answered, encode, history)
         new = zip(messages[num_known:], texts[num_known:], strict=True)
         given = {text for message, text in new if message["role"] == "assistant"}
         # The first call may bring examples. The choices of one request are edited together: the first of them counts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.environments.base import Environment
@@ -14,7 +14,7 @@ from megatron_rl.environments.sandbox import sandbox_problem
 from megatron_rl.environments.wire import WireError, demonstration_to_json, messages_of
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps
-from megatron_rl.types import Demonstration, Split, Task
+from megatron_rl.types import Demonstration, Message, Prompt, Split, Task
 
 MAX_PROBLEMS = 20
 """Per environment; a data set with one wrong column would give one line a row."""
@@ -22,6 +22,23 @@ MAX_ROWS = 1_000_000
 """Of a split; every rank holds all of them. A generator without an end must not fill its memory."""
 MAX_BYTES = 2 * 2**30
 """Characters of a split's rows."""
+MAX_SHAPES, MAX_TEXT, MAX_CHAT = 100, 200, 100_000
+"""Shapes of an environment's chats, characters of a message of one, and of all: what the chat template is tried on."""
+
+
+Chats = dict[str, tuple[str, Sequence[Message]]]
+"""By split and roles: the first row that has them, and its messages, none of a text. A chat template usually takes all
+rows with the same roles, or refuses all."""
+
+
+def note_chat(chats: Chats, split: str, row: int, prompt: Prompt) -> None:
+    """Add a row with new roles, its texts cut."""
+    messages = [] if isinstance(prompt, str) else prompt
+    roles = ", ".join(message["role"] for message in messages) or "text"
+    if f"{split} {roles}" not in chats and len(chats) < MAX_SHAPES:
+        messages = [{**message, "content": (message["content"] or "")[:MAX_TEXT]} for message in messages]
+        if len(dumps(messages)) <= MAX_CHAT:
+            chats[f"{split} {roles}"] = (f"{split} row {row} of {one_line(roles, 80)}", messages)
 
 
 @dataclass
@@ -30,8 +47,7 @@ class TaskSurvey:
     """One line each; empty when the tasks can be used."""
     counts: Counter[Split] = field(default_factory=Counter)
     """Rows of each split."""
-    first_chat: str | None = None
-    """The id of a task whose prompt is chat messages."""
+    chats: Chats = field(default_factory=dict)
 
 
 class TooMuch(ConfigError):
@@ -52,8 +68,8 @@ def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
         row, found, told = None, [], set(survey.problems)
         for row, problems in _walk(environment, "tasks", split, first_seen):
             survey.counts[split] += 1
-            if not problems and survey.first_chat is None and not isinstance(row.prompt, str):
-                survey.first_chat = row.id
+            if not problems:
+                note_chat(survey.chats, split, survey.counts[split] - 1, row.prompt)
             # a data set that cannot be read says the same of every split
             found += [problem for problem in problems if problem not in told]
         survey.problems += map(one_line, found[:MAX_PROBLEMS])

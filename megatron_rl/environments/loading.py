@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.checks import TaskSurvey, survey_tasks
+from megatron_rl.environments.checks import MAX_ROWS, TaskSurvey, note_chat, survey_tasks
 from megatron_rl.environments.child import LOAD_SECONDS, Answer, Report, answer_parent, run_in_child, run_in_children
 from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
 from megatron_rl.environments.data import DatasetEnvironment
@@ -29,6 +30,7 @@ from megatron_rl.types import Message, Task
 from megatron_rl.user_files import is_entry
 
 PROGRAM = "megatron_rl.environments.loading"
+_TURN: Message = {"role": "assistant", "content": "THEMODELSTURN"}
 MAX_DETAIL = 2_000
 """Characters of a line of the self-test."""
 
@@ -38,12 +40,17 @@ class Surveyed(ServedEnvironment):
     """An environment whose tasks are sound, and what the checks of a run ask besides."""
 
     test_tasks: int = 0
-    first_chat: str | None = None
-    """The id of a task whose prompt is chat messages."""
     demonstrates: bool = False
     """Whether it has demonstrations; False also if nobody asked."""
     overlong: Sequence[int] | None = None
     """Buffer, longest and longest free response in tokens, of an environment that reads a data set."""
+    chats: Mapping[str, Sequence[Message]] = field(default_factory=dict)
+    """A row for each sequence of roles, by ``train row 3 of system, user``; demonstrations too. Empty for text."""
+
+    @property
+    def first_chat(self) -> str | None:
+        """Return the first row that is chat messages."""
+        return next((row for row, messages in self.chats.items() if messages), None)
 
 
 @dataclass(frozen=True)
@@ -168,15 +175,18 @@ def _surveyed(
     if demonstrations and not environment.evaluation_only:
         report("", f"environment {spec.name!r}", "its demonstrations were read")
         try:
-            demonstrates = any(True for _ in environment.demonstrations("train"))
+            for row, shown in enumerate(islice(environment.demonstrations("train"), MAX_ROWS)):
+                demonstrates, prompt = True, shown.task.prompt
+                later = [message for turn in shown.later for message in (_TURN, *turn.messages)]
+                note_chat(tasks.chats, "demonstration", row, prompt if isinstance(prompt, str) else (*prompt, *later))
         except Exception as error:
             said = one_line(f"{type(error).__name__}: {error}")
             raise ConfigError([f"{spec.name}: demonstrations raises {said}"]) from error
     if isinstance(environment, DatasetEnvironment):
         overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
     served = vars(spec.served(environment))
-    return Surveyed(**served, test_tasks=tasks.counts["test"], first_chat=tasks.first_chat,
-                    demonstrates=demonstrates, overlong=overlong)  # fmt: skip
+    return Surveyed(**served, test_tasks=tasks.counts["test"], demonstrates=demonstrates, overlong=overlong,
+                    chats=dict(tasks.chats.values()))  # fmt: skip
 
 
 def data_size(entry: str, demonstrations: bool, seconds: float = LOAD_SECONDS) -> DataSize:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megatron_rl.chat import unless_refused
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.trainer.packing import balance
 from megatron_rl.types import Completion, Hints, Request, SamplingParams, SourcedTask, Task
@@ -64,10 +65,12 @@ class PromptSource:
         self._order: dict[str, tuple[int, list[int]]] = {}
         self._by_id: dict[str, dict[str, Task]] = {}
         self._misses = {pool.environment: 0 for pool in self._pools}
-        self.skipped_too_long = 0
+        self._refused: dict[str, str] = {}
+        self.skipped = 0
+        """Prompts that are too long, or that the chat template refuses."""
 
     def draw(self, count: int) -> list[SourcedTask]:
-        """Draw the next ``count`` tasks whose prompts fit; longer ones are skipped and counted.
+        """Draw the next ``count`` tasks whose prompts fit; longer ones, and those refused, are skipped and counted.
 
         Raises:
             EnvironmentFault: an environment has no prompt that fits.
@@ -89,7 +92,7 @@ class PromptSource:
             tasks = [pool.tasks for pool in self._pools if pool.environment == environment]
             self._by_id[environment] = {task.id: task for part in tasks for task in part}
         task = self._by_id[environment].get(task_id)
-        return None if task is None else SourcedTask(environment, task, epoch, tuple(self._encode(task, environment)))
+        return None if task is None else self._sourced(environment, task, epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor, for a checkpoint."""
@@ -104,21 +107,22 @@ class PromptSource:
 
     def position(self) -> Position:
         """Return where it stands, for `return_to`: what `load_state_dict` would have to work out again."""
-        return dict(self._drawn), dict(self._shares), dict(self._misses), self.skipped_too_long
+        return dict(self._drawn), dict(self._shares), dict(self._misses), self.skipped
 
     def return_to(self, position: Position) -> None:
         """Draw again what was drawn since ``position``."""
-        drawn, shares, misses, self.skipped_too_long = position
+        drawn, shares, misses, self.skipped = position
         self._drawn, self._shares, self._misses = dict(drawn), dict(shares), dict(misses)
 
     def _skip(self, pool: TaskPool) -> None:
         """Count a miss by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""
-        self.skipped_too_long += 1
+        self.skipped += 1
         self._misses[pool.environment] += 1
         if self._misses[pool.environment] >= 2 * len(pool.tasks):  # a whole epoch is among them
             raise EnvironmentFault(
                 f"no prompt of {pool.environment!r} fits in {self._max_prompt_tokens} tokens; "
                 "raise --inference-max-seq-length or lower --rl-max-new-tokens"
+                + self._refused.get(pool.environment, "")
             )
 
     def _next_pool(self) -> TaskPool:
@@ -141,8 +145,12 @@ class PromptSource:
             order = list(range(len(pool.tasks)))
             random.Random(f"{self._seed}/{pool.environment}/{epoch}").shuffle(order)
             self._order[pool.environment] = (epoch, order)
-        task = pool.tasks[order[index]]
-        return SourcedTask(pool.environment, task, epoch, tuple(self._encode(task, pool.environment)))
+        return self._sourced(pool.environment, pool.tasks[order[index]], epoch)
+
+    def _sourced(self, environment: str, task: Task, epoch: int) -> SourcedTask:
+        """With the prompt in tokens, none where the chat template refuses it."""
+        ids = unless_refused(lambda: self._encode(task, environment), self._refused, environment)
+        return SourcedTask(environment, task, epoch, tuple(ids or ()))
 
 
 @dataclass(frozen=True)

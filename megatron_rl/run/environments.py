@@ -11,6 +11,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megatron_rl.chat import unless_refused
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.process import EnvironmentCounters, EnvironmentServerProcess
@@ -73,17 +74,20 @@ class EnvironmentAccess:
     def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
         """Return the first ``count`` held-out tasks of each environment whose prompts fit, or as many as it says.
 
+        Those that the chat template refuses are left out.
+
         An environment without any, which trains on all it has, is not evaluated.
 
         Raises:
-            EnvironmentFault: all of an environment's are too long.
+            EnvironmentFault: an environment has none that fits.
         """
-        tasks: list[SourcedTask] = []
+        tasks, refused = list[SourcedTask](), dict[str, str]()
         for spec in self.served:
             fitting: list[SourcedTask] = []
             found = self.client.fetch_tasks(spec.name, "test")
             for task in found:
-                prompt_ids = tuple(tokenizer.encode_prompt(task.prompt, spec.name))
+                encode = partial(tokenizer.encode_prompt, task.prompt, spec.name)
+                prompt_ids = tuple(unless_refused(encode, refused, spec.name) or ())
                 if 0 < len(prompt_ids) <= max_prompt_tokens:
                     fitting.append(SourcedTask(spec.name, task, prompt_ids=prompt_ids))
                 if len(fitting) == (spec.eval_prompts or count):
@@ -91,7 +95,7 @@ class EnvironmentAccess:
             if found and not fitting:
                 raise EnvironmentFault(
                     f"environment {spec.name!r} has no held-out task that fits in {max_prompt_tokens} tokens; "
-                    "leave out --eval-interval or raise --inference-max-seq-length"
+                    "leave out --eval-interval or raise --inference-max-seq-length" + refused.get(spec.name, "")
                 )
             tasks += fitting
         return tasks

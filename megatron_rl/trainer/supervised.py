@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.objective import MicroLoss
+from megatron_rl.chat import unless_refused
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.tokenizer import Tokenizer
@@ -34,10 +36,12 @@ class DemonstrationSource:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._cursor = 0
-        self.skipped_too_long = 0
+        self._refused: dict[str, str] = {}
+        self.skipped = 0
+        """Demonstrations that are too long, or that the chat template refuses."""
 
     def draw(self, count: int) -> list[Sample]:
-        """Draw the next ``count`` demonstrations that fit; longer ones are skipped and counted.
+        """Draw the next ``count`` demonstrations that fit; longer ones, and those refused, are skipped and counted.
 
         Raises:
             EnvironmentFault: none fits.
@@ -46,14 +50,16 @@ class DemonstrationSource:
         seen = 0
         while len(samples) < count:
             if not samples and seen > len(self._demonstrations):
-                raise EnvironmentFault(f"no demonstration fits in {self._max_tokens} tokens; raise --seq-length")
-            sample = self._sample(*self._demonstrations[self._cursor % len(self._demonstrations)])
+                why = "".join(self._refused.values())
+                raise EnvironmentFault(f"no demonstration fits in {self._max_tokens} tokens; raise --seq-length{why}")
+            shown = self._demonstrations[self._cursor % len(self._demonstrations)]
+            sample = unless_refused(partial(self._sample, *shown), self._refused, shown[0])
             self._cursor += 1
             seen += 1
-            if sample.length <= self._max_tokens:
+            if sample is not None and sample.length <= self._max_tokens:
                 samples.append(sample)
             else:
-                self.skipped_too_long += 1
+                self.skipped += 1
         return samples
 
     def state_dict(self) -> dict[str, int]:

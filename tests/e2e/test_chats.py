@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import run, run_many
+from tests.support.chat_templates import STRICT, chat
+from tests.support.runs import rows_of, run, run_many
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -72,3 +73,38 @@ def test_wrong_settings_are_one_line_each_before_a_model_is_built(workshop, flag
     for (_, line), outcome in zip(wrong, outcomes, strict=True):
         assert line in outcome.check(2).output
         assert "Traceback" not in outcome.output
+
+
+def test_rows_that_the_template_refuses_are_skipped(workshop, flags):
+    """A template like Gemma's: no system message, and roles that alternate. Of six rows of each kind it takes four."""
+    rows, held = workshop.folder / "rows.jsonl", workshop.folder / "held.jsonl"
+    for file, sign in ((rows, "+"), (held, "-")):
+        odd = [chat("system: Be short.", f"user: 8{sign}1="), chat("user: Well,", f"user: 9{sign}1=")]
+        prompts = [*(chat(f"user: {number}{sign}1=") for number in range(4)), *odd]
+        file.write_text("".join(json.dumps({"q": prompt, "a": "1"}) + "\n" for prompt in prompts))
+    template = workshop.folder / "strict.jinja"
+    template.write_text(STRICT)
+
+    def named(name: str, **columns: str) -> dict[str, object]:
+        args = {"path": str(rows), "test_path": str(held), "reward": "exact", **columns}
+        same = {"chat_template": template, "chat_template_kwargs": None, "system_prompt": None, "seq_length": 96}
+        entries = [{"environment": "dataset", "args": args}]
+        return flags | same | {"langrl_env_config": workshop.environments(name, entries)}
+
+    asked = named("asked", prompt="q", answer="a")
+    once = {"train_iters": 3, "save_interval": 1, "eval_interval": 3}
+    rl = workshop.rl("strict_rl", **asked, **once, grpo_prompts_per_step=2)
+    taught = workshop.supervised("strict_sft", **named("taught", prompt="q", completion="a"), **once)
+    outcomes = run_many([rl, taught])
+    alone = workshop.rl("strict_eval", **asked, eval_only=True, load=workshop.run_dir("strict_rl") / "checkpoints")
+    all_odd = workshop.rl("all_odd", **asked | {"langrl_env_config": workshop.environments(
+        "all_odd", [{"environment": "dataset", "args": {"path": str(rows), "system": "Be short.", "prompt": "q",
+                                                        "answer": "a", "reward": "exact"}}])})  # fmt: skip
+    outcomes += run_many([alone, all_odd])
+    for outcome, code in zip(outcomes, (3, 0, 0, 2), strict=True):
+        assert "Traceback" not in outcome.check(code).output
+        assert "TemplateError: System role not supported" in outcome.output
+    for name, kind in (("strict_rl", "prompts"), ("strict_sft", "demonstrations")):
+        skipped = [row[f"training/skipped_{kind}"] for row in rows_of(workshop.run_dir(name)) if row["step"]]
+        assert len(skipped) == 3 and sum(skipped) >= 2, skipped
+    assert "dataset: the chat template cannot render train row 0 of system, user (T" in outcomes[-1].output

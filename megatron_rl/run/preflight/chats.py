@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import re
 import resource
-import traceback
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,15 +16,19 @@ from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.errors import ConfigError, Problem, one_line, shorten
-from megatron_rl.json_text import loads
+from megatron_rl.json_text import dumps, loads
 from megatron_rl.registry import PARSERS, REASONING, Registry
-from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.tokenizer import Tokenizer, reason_in_template
 from megatron_rl.types import Message
 
 DEADLINE_S = 10.0
 _QUESTION = "What is 2 + 3?"
+_SINGLE: Mapping[str, Sequence[Message]] = {"a single question": [{"role": "user", "content": _QUESTION}]}
 _LONGEST_TEXT = 100_000
 _MEMORY_BYTES = 2**30
+_MOST_SHOWN = 3
+
+logger = logging.getLogger(__name__)
 
 
 def chat_format(config: RLConfig) -> ChatFormat:
@@ -72,18 +77,24 @@ def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokeni
     chats = [item for item in found if item.first_chat is not None]
     yield from _without_effect(config, found)
     own = tokenizer.formatting(by_environment={item.name: item.chat for item in found})
-    rendered: list[ChatFormat] = []
+    rendered, told, training = list[ChatFormat](), list[Problem](), config.training
+    splits = () if training.eval_only else ("train" if training.perform_rl_step else "demonstration",)
+    splits += ("test",) if training.eval_only or training.eval_interval is not None else ()
     for item in chats:
         chat = own.chat_format(item.name)
         if not own.has_chat_template(item.name):
             yield Problem(
                 "--tokenizer-model",
-                f"{item.name}: task {item.first_chat!r} is a chat, and tokenizer {tokenizer.name!r} has no chat "
+                f"{item.name}: {item.first_chat} is a chat, and tokenizer {tokenizer.name!r} has no chat "
                 "template; give one with --chat-template FILE, or use the tokenizer of a chat model",
             )
-        elif chat not in rendered:
+        else:
+            read = {row: messages for row, messages in item.chats.items() if row.startswith(splits)}
+            problems = list(template_problems(own, item.name, read))
+            yield from (each for each in problems if each not in told)
+            yield from () if problems or chat in rendered else _parser_problems(own, item.name)
+            told += problems
             rendered.append(chat)
-            yield from list(template_problems(own, item.name)) or _parser_problems(own, item.name)
     sources = [chat.template for chat in rendered]
     if rendered and None not in sources:  # None: the tokenizer has several
         yield from _unread(tokenizer.chat_format(), chats, sources)
@@ -128,68 +139,91 @@ def _unread(of_run: ChatFormat, chats: Sequence[Surveyed], sources: Sequence[str
                 yield Problem(flag, f"{where} has {name!r}, which no chat template reads; correct it, or leave it out")
 
 
-def template_problems(tokenizer: Tokenizer, environment: str = "", deadline_s: float = DEADLINE_S) -> Iterator[Problem]:
-    """Report why the chat template of an environment cannot render a single question, if it cannot.
+def template_problems(
+    tokenizer: Tokenizer, environment: str = "", chats: Mapping[str, Sequence[Message]] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Iterator[Problem]:  # fmt: skip
+    """Report why the chat template of an environment cannot render a single question, or ``chats`` by their rows.
 
     It is a program that came with the tokenizer: transformers renders it in jinja's sandbox, here where it can be
-    stopped.
+    stopped. Rows that it refuses are skipped, with a warning; they are a problem where no other row is left.
     """
-    fault, path = _fault_of(tokenizer, environment, deadline_s), tokenizer.chat_format(environment).path
-    if fault is not None and path is not None:
-        yield Problem("--chat-template", f"chat template {path} {fault}; fix it, or use the tokenizer's own")
-    elif fault is not None:
-        yield Problem(
-            "--tokenizer-model",
-            f'the chat template of tokenizer {tokenizer.name!r} {fault}; fix "chat_template" in its '
-            "tokenizer_config.json or its chat_template.jinja, give another with --chat-template FILE, or use the "
-            "tokenizer of a chat model",
-        )
+    path, refused = tokenizer.chat_format(environment).path, dict[str, str]()
+    for row, fault, is_refused in _faults(tokenizer, environment, {**_SINGLE, **(chats or {})}, deadline_s):
+        if is_refused and row not in _SINGLE:
+            refused[row] = fault
+        elif fault and path is not None:
+            yield Problem("--chat-template", f"chat template {path} {fault}; fix it, or use the tokenizer's own")
+        elif fault:
+            yield Problem(
+                "--tokenizer-model",
+                f'the chat template of tokenizer {tokenizer.name!r} {fault}; fix "chat_template" in its '
+                "tokenizer_config.json or its chat_template.jinja, give another with --chat-template FILE, or use the "
+                "tokenizer of a chat model",
+            )
+        if fault and row in _SINGLE:
+            return
+    for split in dict.fromkeys(row.partition(" ")[0] for row in refused):
+        faults = [fault for row, fault in refused.items() if row.startswith(split)]
+        text = f"{environment or '--prompts'}: the chat template {'; '.join(faults[:_MOST_SHOWN])}"
+        if split != "prompt" and any(row.startswith(split) and row not in refused for row in chats):
+            logger.warning("%s; rows with these roles will be skipped", text)
+        else:
+            advice = "change the roles (leave out a system prompt, say), or give another template with --chat-template"
+            yield Problem("--langrl-env-config", f"{text}; {advice}")
 
 
-def _fault_of(tokenizer: Tokenizer, environment: str, deadline_s: float) -> str | None:
+def _faults(
+    tokenizer: Tokenizer, environment: str, chats: Mapping[str, Sequence[Message]], deadline_s: float
+) -> Iterator[tuple[str, str, bool]]:
+    """For each row what the template does wrong, empty if nothing, and whether it is that it refuses the chat."""
     # Forked, so that nothing is imported or loaded again; the copy runs jinja and no thread of this process.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_render, args=(tokenizer, environment, writer), daemon=True)
+    process = context.Process(target=_render, args=(tokenizer, environment, chats, writer), daemon=True)
     process.start()
     writer.close()
+    deadline = time.monotonic() + deadline_s
     try:
-        if not reader.poll(deadline_s):
-            return f"does not end: a single question takes more than {deadline_s:g} s"
-        return reader.recv_bytes().decode() or None
+        for row in chats:
+            if not reader.poll(max(0.0, deadline - time.monotonic())):
+                yield row, f"does not end: {row} takes more than {deadline_s:g} s", False
+                return
+            yield row, *loads(reader.recv_bytes())
     except EOFError:
         process.join()
-        return f"ends the process that renders it (exit code {process.exitcode})"
+        yield row, f"ends the process that renders {row} (exit code {process.exitcode})", False
     finally:
         process.kill()
         process.join()
         reader.close()
 
 
-def _render(tokenizer: Tokenizer, environment: str, writer: Connection) -> None:
+def _render(
+    tokenizer: Tokenizer, environment: str, chats: Mapping[str, Sequence[Message]], writer: Connection
+) -> None:
     """In the process."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, resource.RLIM_INFINITY))
-    messages: list[Message] = [{"role": "user", "content": _QUESTION}]
-    fault = ""
-    try:
-        text = tokenizer.render(messages, environment)
-        if len(text) > _LONGEST_TEXT:
-            fault = f"makes more than {_LONGEST_TEXT:,} characters of a single question"
-        system = tokenizer.chat_format(environment).system_prompt or ""
-        for who, said in (("user", _QUESTION), ("system prompt", system)):
-            if not fault and "".join(said.split()) not in "".join(text.split()):
-                fault = f"leaves out what the {who} says: {shorten(said)} becomes {one_line(text, 100)!r}"
-        if not fault and tokenizer.chat_format(environment).tools and tokenizer.ignores_tools(environment):
-            fault = f"shows the model no tools, and {environment} has some"
-    except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
-        said = one_line(f"{type(error).__name__}: {error}", 300)
-        fault = f"cannot render a single question ({said}{_line_of(error)})"
-    writer.send_bytes(fault.encode(errors="replace"))
+    for row, messages in chats.items():
+        fault, is_refused = "", False
+        try:
+            fault = _fault_of(tokenizer, environment, row, messages) if messages else ""
+        except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
+            error = error.__cause__ or error
+            is_refused = not isinstance(error, MemoryError)
+            said = reason_in_template(error) if is_refused else f"MemoryError: beyond {_MEMORY_BYTES:,} bytes"
+            fault = f"cannot render {row} ({said})"
+        writer.send_bytes(dumps([fault, is_refused]).encode())
 
 
-def _line_of(error: Exception) -> str:
-    """The template's line; jinja puts its own frames into tracebacks."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    return "" if line is None else f", line {line}"
+def _fault_of(tokenizer: Tokenizer, environment: str, row: str, messages: Sequence[Message]) -> str:
+    text, chat = tokenizer.render(messages, environment), tokenizer.chat_format(environment)
+    if len(text) > _LONGEST_TEXT + 10 * sum(len(message["content"]) for message in messages):
+        return f"makes more than {_LONGEST_TEXT:,} characters of {row}"
+    for who, said in (("user", _QUESTION), ("system prompt", chat.system_prompt or "")) if row in _SINGLE else ():
+        if "".join(said.split()) not in "".join(text.split()):
+            return f"leaves out what the {who} says: {shorten(said)} becomes {one_line(text, 100)!r}"
+    if row in _SINGLE and chat.tools and tokenizer.ignores_tools(environment):
+        return f"shows the model no tools, and {environment} has some"
+    return ""

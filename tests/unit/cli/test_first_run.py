@@ -16,6 +16,7 @@ from megatron_rl.cli.first_run import Machine, full_flags
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
+from tests.support.chat_templates import STRICT, chat
 from tests.support.hugging_face import write_shape
 from tests.support.ranks import REPOSITORY
 from tests.support.tiny import write_tokenizer
@@ -141,3 +142,16 @@ def test_what_is_missing_and_what_is_unknown_are_told_together() -> None:
     assert [line.partition(";")[0].partition(":")[0] for line in lines] == [
         "--model is missing", "--learning-rate is not a flag",
     ]  # fmt: skip
+
+
+def test_chat_templates(tmp_path: Path) -> None:
+    """One that cannot be used is named; one that refuses the longest prompt is no reason to end."""
+    (tmp_path / "strict.jinja").write_text(STRICT)
+    (tmp_path / "broken.jinja").write_text("{{ nobody() }}")
+    rows = [{"q": chat("user: 1+1="), "a": "2"}, {"q": chat("system: 1", "user: 1111+1111="), "a": "2222"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", "model", "--data", f"{tmp_path}/chats.jsonl", "--data-args", "prompt=q", "answer=a"]
+    words += ["--reward", "exact", "--chat-template"]
+    assert _config(*words, f"{tmp_path}/strict.jinja").training.seq_length > 256
+    with pytest.raises(ConfigError, match="broken.jinja cannot render a single question .UndefinedError: 'nobody'"):
+        full_flags([*words, f"{tmp_path}/broken.jinja"])

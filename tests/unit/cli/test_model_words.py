@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl import cli
 from megatron_rl.checkpoint.hf.load import import_hf
-from megatron_rl.cli import serve
+from megatron_rl.cli import generate, serve
 from megatron_rl.cli.generate import read_prompts
 from megatron_rl.cli.model import model_config
 from megatron_rl.cli.options import take
@@ -20,6 +20,7 @@ from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
 from megatron_rl.inference.kv_cache import blocks_within, rows_within
 from megatron_rl.run.memory.estimate import slot_bytes
+from tests.support.chat_templates import STRICT
 from tests.support.hugging_face import write_model
 from tests.support.tiny import write_tokenizer
 
@@ -85,6 +86,7 @@ def test_a_server_takes_no_more_than_it_needs(tmp_path: Path, monkeypatch, flags
     """By arithmetic: of the model there is only its config.json, and nothing is allocated."""
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | changes))
     monkeypatch.setattr("megatron_rl.cli.model.preflight", lambda config, is_run: [])
+    monkeypatch.setattr("megatron_rl.cli.model._of_template", lambda config, prompts: [])
     words = [str(tmp_path), "--port", "0", "--tokenizer-model", "any", *flags.split()]
     config = serve.COMMAND.parse(words, 1).config
     rollout, sequence = config.rollout, slot_bytes(config)
@@ -198,3 +200,35 @@ def test_a_users_parser_is_called_in_a_process_of_its_own(model: Path, tmp_path:
     (tmp_path / "mine.py").write_text("import os; os._exit(0)")
     with pytest.raises(ConfigError, match=r"mine.py:PARSER' ended the process with status 0 while .* was imported"):
         model_config(str(model), ["--rl-tool-call-parser", f"{tmp_path}/mine.py:PARSER"], 1, 1)
+
+
+QUESTION, SYSTEM = [{"role": "user", "content": "a"}], [{"role": "system", "content": "s"}]
+
+
+@pytest.mark.parametrize(
+    ("command", "template", "line"),
+    [
+        ("generate", "{% for m in messages %}", "cannot render a single question (TemplateSyntaxError"),
+        ("generate", "{{ 'a' * 3000000000 }}", "cannot render a single question (MemoryError: beyond 1,073,741,824"),
+        ("generate", STRICT, "the chat template cannot render prompt row 2 of system, user (TemplateError: System"),
+        ("chat", "{{ raise_exception('no ' * 999) }}", "cannot render a single question (TemplateError: no no"),
+        ("serve", "{{ nobody() }}", "cannot render a single question (UndefinedError: 'nobody' is undefined"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_one_line(model: Path, tmp_path: Path, capsys, command, template, line):
+    """Before the weights are read."""
+    (tmp_path / "own.jinja").write_text(template)
+    rows = [{"messages": QUESTION}, {"messages": SYSTEM + QUESTION}, {"prompt": "a"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [command, str(model), "--chat-template", str(tmp_path / "own.jinja")]
+    words += {"generate": ["--prompts", str(tmp_path / "a.jsonl")], "serve": ["--port", "0"]}.get(command, [])
+    assert cli.main(words) == 2
+    _, problem = capsys.readouterr().err.splitlines()
+    assert line in problem and len(problem) < 900
+
+
+def test_a_template_that_is_not_used_may_be_broken(model: Path, tmp_path: Path):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}")
+    (tmp_path / "a.txt").write_text("one\n")
+    words = [str(model), "--chat-template", str(tmp_path / "own.jinja"), "--prompts", str(tmp_path / "a.txt"), "--raw"]
+    assert generate.COMMAND.parse(words, 1).prompts == ["one"]

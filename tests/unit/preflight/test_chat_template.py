@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from megatron_rl.chat import ChatFormat
+from megatron_rl.environments.checks import Chats, note_chat
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.errors import ConfigError
 from megatron_rl.run.preflight.chats import chat_format, chat_problems, template_problems
 from megatron_rl.tokenizer import load_tokenizer
+from megatron_rl.types import Prompt
+from tests.support.chat_templates import STRICT, chat
 from tests.support.tiny import tiny_config, write_tokenizer
 
 CHATML = (
@@ -126,7 +129,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 
 def _found(name: str, is_chat: bool, chat: ChatFormat) -> Surveyed:
-    return Surveyed(name, 1.0, False, 1, test_tasks=1, first_chat="0" if is_chat else None, chat=chat)
+    return Surveyed(name, 1.0, False, 1, test_tasks=1, chats=_rows("train", FINE) if is_chat else {}, chat=chat)
 
 
 def _chat_lines(tokenizer: Path, found: list[Surveyed], **flags: Any) -> list[str]:
@@ -182,3 +185,72 @@ def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
     [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat())], rl_reasoning_parser="think")
     assert line == "--rl-reasoning-parser has no effect: no harness calls the endpoint; leave it out"
     assert _chat_lines(tokenizer, [_found("sums", False, ChatFormat(tools=tools))]) == []
+
+
+FINE, SYSTEM, DOUBLE = chat("user: a"), chat("system: s", "user: a"), chat("user: a", "user: b")
+NOT_SUPPORTED = "(TemplateError: System role not supported, line 3)"
+ALTERNATE = "(TemplateError: Conversation roles must alternate user/assistant/user/assistant/..., line 6)"
+
+
+def _rows(split: str, *prompts: Prompt) -> dict[str, list[dict[str, str]]]:
+    found = Chats()
+    for row, prompt in enumerate(prompts):
+        note_chat(found, split, row, prompt)
+    return dict(found.values())
+
+
+def test_of_rows_with_the_same_roles_the_first_is_tried() -> None:
+    long = chat("user: " + "x" * 999)
+    rows = _rows("train", FINE, SYSTEM, "plain", long, SYSTEM, FINE)
+    assert rows == {"train row 0 of user": FINE, "train row 1 of system, user": SYSTEM, "train row 2 of text": []}
+    [[message]] = _rows("train", long).values()
+    assert len(message["content"]) == 200
+    assert len(_rows("train", *(FINE * count for count in range(1, 300)))) == 100, "bounded"
+    assert _rows("train", FINE * 9999) == {}
+
+
+@pytest.mark.parametrize(
+    ("chats", "flags", "problem", "warning"),
+    [
+        (_rows("train", FINE, SYSTEM, FINE, DOUBLE), {}, "",
+         f"talk: the chat template cannot render train row 1 of system, user {NOT_SUPPORTED}; "
+         f"cannot render train row 3 of user, user {ALTERNATE}; rows with these roles will be skipped"),
+        (_rows("train", SYSTEM, DOUBLE), {}, "talk: the chat template cannot render train row 0 of system, user", ""),
+        (_rows("test", SYSTEM), {}, "", ""),
+        (_rows("test", SYSTEM), {"eval_interval": 1}, "talk: the chat template cannot render test row 0 of", ""),
+        (_rows("train", SYSTEM) | _rows("test", FINE, SYSTEM), {"eval_only": True, "load": "x"}, "", "test row 1 of"),
+        (_rows("train", "text", SYSTEM), {}, "", "train row 1 of system, user"),
+        (_rows("train", FINE), {}, "", ""),
+    ],
+)  # fmt: skip
+def test_rows_that_the_template_refuses(tokenizer: Path, caplog, chats, flags, problem: str, warning: str) -> None:
+    """A problem where no row is left, else a warning; of the rows that the run reads."""
+    found = replace(_found("talk", True, ChatFormat(STRICT)), chats=chats)
+    lines = _chat_lines(tokenizer, [found], **flags)
+    assert [line[: len(problem)] for line in lines] == ([problem] if problem else [])
+    assert all("or give another template with --chat-template" in line for line in lines)
+    told = "".join(record.message for record in caplog.records)
+    assert warning in told and bool(warning) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end: train row 1"),
+        ("{{ 'a' * 3000000000 }}", "cannot render train row 1 of system, user (MemoryError: beyond 1,073,741,824"),
+        ("{{ 'a' * 9000000 }}", "makes more than 100,000 characters of train row 1"),
+    ],
+)
+def test_a_shape_on_which_the_template_never_ends(tokenizer: Path, template: str, fault: str) -> None:
+    written = load_tokenizer(str(tokenizer)).formatting(
+        ChatFormat("{% if messages[0].role == 'system' %}" + template + "{% endif %}" + CHATML, path="own.jinja")
+    )
+    seconds = 3.0 if "range" in template else 60.0
+    [problem] = template_problems(written, "talk", _rows("train", FINE, SYSTEM, SYSTEM), seconds)
+    assert problem.text.startswith(f"chat template own.jinja {fault}") and "or use the tokenizer's own" in problem.text
+
+
+def test_a_fault_of_several_environments_is_told_once(tokenizer: Path) -> None:
+    broken = ChatFormat("{{ nothing.there }}", path="own.jinja")
+    [line] = _chat_lines(tokenizer, [_found("one", True, broken), _found("two", True, broken)])
+    assert "cannot render a single question (UndefinedError" in line

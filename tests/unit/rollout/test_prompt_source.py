@@ -76,11 +76,11 @@ def test_a_source_that_returns_draws_and_counts_the_same_again() -> None:
     prompts = source(pool("a", 5), too_long, longest=5)
     prompts.draw(2)
     position = prompts.position()
-    first, skipped, state = prompts.draw(5), prompts.skipped_too_long, prompts.state_dict()
+    first, skipped, state = prompts.draw(5), prompts.skipped, prompts.state_dict()
     assert skipped > position[3]
     for _ in range(6):
         prompts.return_to(position)
-        assert (prompts.draw(5), prompts.skipped_too_long, prompts.state_dict()) == (first, skipped, state)
+        assert (prompts.draw(5), prompts.skipped, prompts.state_dict()) == (first, skipped, state)
 
 
 def test_an_environment_added_on_resume_starts_at_its_beginning() -> None:
@@ -114,9 +114,9 @@ def test_too_long_prompts_are_skipped_and_counted() -> None:
     prompts = source(pool("a", 10), longest=4)
     draws = prompts.draw(8)
     assert Counter(len(draw.prompt_ids) for draw in draws) == {1: 2, 2: 2, 3: 2, 4: 2}
-    assert 6 <= prompts.skipped_too_long <= 12
+    assert 6 <= prompts.skipped <= 12
     # Skipped ones count in the cursor, otherwise a resumed run would draw others.
-    assert prompts.state_dict() == {"a": 8 + prompts.skipped_too_long}
+    assert prompts.state_dict() == {"a": 8 + prompts.skipped}
 
 
 def test_no_prompt_that_fits_is_an_error_that_names_the_flags() -> None:

@@ -59,7 +59,7 @@ def test_plain_text_follows_as_it_is(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     "template, complaint",
     [
-        ("{{ raise_exception('roles must alternate') }}", "cannot render a reply of user: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", "user, assistant, user, 'Are you sure.': TemplateError: "),
         ("{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}", "0 times"),
         ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "2 times"),
     ],

@@ -48,7 +48,7 @@ def test_the_order_is_kept_and_starts_again() -> None:
 def test_too_long_ones_are_skipped_and_counted_in_the_cursor() -> None:
     demonstrations = source("a:x", "b:toolong", "c:z", max_tokens=8)
     assert texts(demonstrations.draw(2)) == ["x$", "z$"]
-    assert demonstrations.skipped_too_long == 1
+    assert demonstrations.skipped == 1
     assert demonstrations.state_dict() == {"demonstrations": 3}
 
 
