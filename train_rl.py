@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 from megatron_rl.main import main
+from megatron_rl.signals import with_streams
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(with_streams(main)(sys.argv))

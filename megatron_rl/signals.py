@@ -1,13 +1,22 @@
-"""Ctrl-C, SIGTERM and a closed terminal: they end a start at once, and ask a run to stop when it is ready to."""
+"""Ctrl-C, SIGTERM and a closed terminal: they end a start at once, and ask a run to stop when it is ready to.
+
+Beside them, streams that are closed: from the start, or by the program that reads them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+import select
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import ParamSpec
 
 _SECOND_PRESS_AFTER_S = 1.0
 _PEERS_NOTICE_S = 0.3
@@ -17,7 +26,37 @@ TYPED_COMMAND = "MEGATRON_RL_COMMAND"
 """Environment variable by which ranks know that `megatron-rl` starts them."""
 TORCHRUN_AND_SIGNALS = "ends with exit code 1 and a traceback of its own: nothing is wrong"
 
+P = ParamSpec("P")
 logger = logging.getLogger(__name__)
+
+
+def with_streams(main: Callable[P, int]) -> Callable[P, int]:
+    """Make the ``main`` of a program end with a line where nobody reads its output, as of ``| head -1`` or ``>&-``."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+        for name in closed:  # the lowest number is free, and would be that of the next file that is opened
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+        if "stdout" in closed:
+            sys.stderr.write("standard output is closed; send it somewhere, for example > /dev/null\n")
+            return 2
+        try:
+            try:
+                return main(*args, **kwargs)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            poll = select.poll()
+            poll.register(sys.stdout.fileno(), 0)
+            if not poll.poll(0):  # another pipe, or a socket
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+            with contextlib.suppress(BrokenPipeError):
+                sys.stderr.write("what reads the output has ended, so this ends, too; let it read all, or use a file\n")
+            return 1
+
+    return run
 
 
 class StopRequest:

@@ -12,6 +12,7 @@ from typing import NoReturn
 import megatron_rl
 from megatron_rl.errors import shorten
 from megatron_rl.main import CONFIGURATION_ERROR
+from megatron_rl.signals import with_streams
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train:train", "train, on as many ranks as --nproc says"),
@@ -35,6 +36,7 @@ COMMANDS = {
 """Sub-command -> what runs it, given the words behind it, and its line in the help."""
 
 
+@with_streams
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the sub-command, see ``megatron_rl.main.main``; 2 if there is none."""
     command, *words = [*(sys.argv[1:] if argv is None else argv)] or [""]

@@ -25,7 +25,7 @@ import psutil
 from megatron_rl.cli.options import Ranks
 from megatron_rl.environments.child import die_with_parent
 from megatron_rl.main import RUN_ERROR
-from megatron_rl.signals import TYPED_COMMAND
+from megatron_rl.signals import TYPED_COMMAND, with_streams
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -169,6 +169,6 @@ def _tell(ranks: Sequence[psutil.Process], number: signal.Signals) -> None:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))  # before the imports that take seconds
     module, function = sys.argv[2].split(":")
-    code = getattr(importlib.import_module(module), function)(sys.argv[3:])
+    code = with_streams(getattr(importlib.import_module(module), function))(sys.argv[3:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # too late: see `megatron_rl.cli.entry`
     sys.exit(code)

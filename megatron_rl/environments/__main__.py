@@ -21,11 +21,13 @@ from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS
 from megatron_rl.environments.loader import canonical, is_listed
 from megatron_rl.environments.loading import list_environments, self_test
 from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.signals import with_streams
 from megatron_rl.user_files import named_path
 
 _VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 
 
+@with_streams
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(_parser().parse_args(argv))
     try:

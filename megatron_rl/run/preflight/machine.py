@@ -7,6 +7,7 @@ import fcntl
 import importlib.util
 import logging
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ LOCK = ".lock"
 _ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size", "rl_kv_overcommit")
 
 logger = logging.getLogger(__name__)
+
+
+FILES = 256
+"""Sockets, pipes and files that a rank opens at once: 110 in a small run, more with harnesses."""
 
 
 def output_problems(config: RLConfig) -> Iterator[Problem]:
@@ -115,7 +120,10 @@ def port_fault(host: str, port: int) -> str | None:
 
 
 def backend_problems(config: RLConfig) -> list[Problem]:
-    """Report a communication library that this machine cannot use."""
+    """Report a communication library that this machine cannot use, and too few files that it may open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < FILES and not is_for_other_machines(config):
+        return [Problem(None, f"this process may open {files} files, and a run needs {FILES}; run ulimit -n {FILES}")]
     if config.parallel.distributed_backend != "nccl" or is_for_other_machines(config):
         return []
     from megatron_rl.platform import current_platform  # brings torch, which most checks need not wait for

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl import main
 from megatron_rl.errors import Problem
 from megatron_rl.platform import Platform
-from megatron_rl.run.preflight.machine import quantization_problems, service_problems
+from megatron_rl.run.preflight.machine import backend_problems, quantization_problems, service_problems
 from tests.support.tiny import tiny_config
 
 
@@ -68,3 +68,10 @@ def test_what_this_machine_lacks_is_a_note_where_the_run_is_for_others(
     note, valid = capsys.readouterr().out.splitlines()
     assert note.startswith("note: --transformer-impl transformer_engine, but Transformer Engine is not installed here")
     assert valid == "configuration is valid"
+
+
+def test_too_few_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -n 64`: gloo raised where the process groups are made."""
+    monkeypatch.setattr("megatron_rl.run.preflight.machine.FILES", 10**9)
+    [problem] = backend_problems(tiny_config())
+    assert problem.text.startswith("this process may open ") and problem.text.endswith("; run ulimit -n 1000000000")
