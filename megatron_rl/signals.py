@@ -5,7 +5,6 @@ Beside them, streams that are closed: from the start, or by the program that rea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import ParamSpec
+from typing import Any
 
 _SECOND_PRESS_AFTER_S = 1.0
 _PEERS_NOTICE_S = 0.3
@@ -26,15 +25,14 @@ TYPED_COMMAND = "MEGATRON_RL_COMMAND"
 """Environment variable by which ranks know that `megatron-rl` starts them."""
 TORCHRUN_AND_SIGNALS = "ends with exit code 1 and a traceback of its own: nothing is wrong"
 
-P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 
-def with_streams(main: Callable[P, int]) -> Callable[P, int]:
+def with_streams(main: Callable[..., int]) -> Callable[..., int]:
     """Make the ``main`` of a program end with a line where nobody reads its output, as of ``| head -1`` or ``>&-``."""
 
     @functools.wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+    def run(*args: Any, **kwargs: Any) -> int:
         closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
         for name in closed:  # the lowest number is free, and would be that of the next file that is opened
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
@@ -52,8 +50,7 @@ def with_streams(main: Callable[P, int]) -> Callable[P, int]:
             if not poll.poll(0):  # another pipe, or a socket
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
-            with contextlib.suppress(BrokenPipeError):
-                sys.stderr.write("what reads the output has ended, so this ends, too; let it read all, or use a file\n")
+            sys.stderr.write("what reads the output has ended, so this ends, too; let it read all, or use a file\n")
             return 1
 
     return run

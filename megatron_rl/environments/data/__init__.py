@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megatron_rl.environments.base import Environment
+from megatron_rl.environments.checks import MAX_ROWS
 from megatron_rl.environments.data.layouts import AFTER, BEFORE
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
 from megatron_rl.environments.grading import grade
@@ -57,8 +58,10 @@ class Problem:
         return Task(digest, self.prompt, {**({"gold": self.gold} if self.gold else {}), **self.data})
 
 
-def distinct(rows: Iterable[Problem], counts: Counter[str]) -> dict[str, Problem]:
+def distinct(rows: Iterable[Problem], counts: Counter[str], most: int) -> dict[str, Problem]:
     """Return the problems by statement, each once; add to ``counts`` the rows, and how many were dropped and why.
+
+    It reads no further once there are more than ``most``.
 
     Of a problem with two answers no one can say which is right: all its rows are dropped.
     """
@@ -71,6 +74,8 @@ def distinct(rows: Iterable[Problem], counts: Counter[str]) -> dict[str, Problem
         repeated[problem.statement] += earlier is not problem
         if earlier.gold != problem.gold:
             contradictory.add(problem.statement)
+        if len(kept) - len(contradictory) > most:
+            break
     for statement in contradictory:
         del kept[statement]
         counts["with two answers"] += 1 + repeated.pop(statement)
@@ -187,7 +192,11 @@ class DatasetEnvironment(Environment):
         if source not in self._loaded:
             counts: Counter[str] = Counter()
             bad: list[str] = []
-            kept = distinct(read_rows(source, self.parse, bad.append if self.skips_bad_rows else None), counts)
+            most = 2 * MAX_ROWS if self.held_out else MAX_ROWS
+            rows = read_rows(source, self.parse, bad.append if self.skips_bad_rows else None)
+            kept = distinct(rows, counts, most)
+            if len(kept) > most:  # it would be refused when all of it is read, which takes minutes
+                raise ConfigError([f"{source.where} has more than {most:,} different problems; give fewer"])
             counts["that cannot be read"] = len(bad)
             for statement, problem in list(kept.items()):
                 if reason := self.reject(problem):

@@ -54,6 +54,22 @@ def test_a_range_of_rewards_that_is_none(folder, stated):
     assert "REWARDS beside reward other.py:f is" in line and "; write (lowest, highest), or (lowest, None)" in line
 
 
+def test_no_more_is_read_than_a_run_takes(folder, monkeypatch):
+    """`test` read three million rows for minutes before it said so; repeated ones do not count."""
+    parsed = []
+    monkeypatch.setattr("megatron_rl.environments.data.MAX_ROWS", 50)
+    rows = [{"question": f"{number}+1=", "answer": "1"} for number in range(400)]
+    assert len(train(rows[:50] * 3, reward="math")) == 50
+    wanted = "rows.jsonl has more than {} different problems; give fewer"
+    assert problems(rows, reward="math") == [wanted.format(50)]
+    assert problems(rows, reward="math", held_out=4) == [wanted.format(100)]
+    environment = make(rows, reward="math")
+    parse = environment.parse
+    monkeypatch.setattr(environment, "parse", lambda row: parsed.append(row) or parse(row))
+    assert run_checks(environment)[0].detail == wanted.format(50)
+    assert len(parsed) < 110, "of 400, for both splits"
+
+
 def test_bad_rows_are_counted_and_left_out(folder, caplog):
     caplog.set_level(logging.INFO, "megatron_rl")
     rows = [SUM, {"question": "2+2?", "answer": None}, {"question": "", "answer": "1"}, {"question": "3?"}]
