@@ -83,10 +83,7 @@ class ChatFormat:
 
 
 def unless_refused(encode: Callable[[], T], refused: dict[str, str], environment: str) -> T | None:
-    """Return what ``encode`` gives; None if the chat template refuses the row, of which the first is logged.
-
-    ``refused`` gets the reason of each environment's first, for messages. All ranks skip the same rows.
-    """
+    """Return the encoded row; None if the template refuses it. ``refused`` has the first reason, which is logged."""
     try:
         return encode()
     except ChatRefused as refusal:

@@ -171,12 +171,9 @@ class Tokenizer:
         return text
 
     def render(self, messages: Sequence[Message], environment: str = "", tools: Tools | None = None) -> str:
-        """Render chat messages and the beginning of the next turn.
+        """Render chat messages and the beginning of the next turn; ``ChatRefused`` if the template raises something.
 
         ``tools`` are schemas as in OpenAI's API; None takes those of the environment.
-
-        Raises:
-            ChatRefused: the template raises something, its ``__cause__``.
         """
         chat = self.chat_format(environment)
         offered = chat.tools if tools is None else tools

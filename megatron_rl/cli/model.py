@@ -134,7 +134,7 @@ def _of_template(config: RLConfig, prompts: Sequence[Prompt]) -> list[Problem]:
     tokenizer, chats = open_tokenizer(config), Chats()
     for number, prompt in enumerate(prompts, start=1):
         note_chat(chats, "prompt", number, prompt)
-    is_used = prompts and tokenizer.has_chat_template()
+    is_used = prompts and (tokenizer.has_chat_template() or any(messages for _, messages in chats.values()))
     return list(template_problems(tokenizer, "", dict(chats.values()))) if is_used else []
 
 

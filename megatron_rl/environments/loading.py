@@ -30,7 +30,6 @@ from megatron_rl.types import Message, Task
 from megatron_rl.user_files import is_entry
 
 PROGRAM = "megatron_rl.environments.loading"
-_TURN: Message = {"role": "assistant", "content": "THEMODELSTURN"}
 MAX_DETAIL = 2_000
 """Characters of a line of the self-test."""
 
@@ -177,7 +176,8 @@ def _surveyed(
         try:
             for row, shown in enumerate(islice(environment.demonstrations("train"), MAX_ROWS)):
                 demonstrates, prompt = True, shown.task.prompt
-                later = [message for turn in shown.later for message in (_TURN, *turn.messages)]
+                answer = {"role": "assistant", "content": shown.completion}
+                later = [message for turn in shown.later for message in (answer, *turn.messages)]
                 note_chat(tasks.chats, "demonstration", row, prompt if isinstance(prompt, str) else (*prompt, *later))
         except Exception as error:
             said = one_line(f"{type(error).__name__}: {error}")

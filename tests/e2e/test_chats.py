@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chat_templates import STRICT, chat
+from tests.support.chats import STRICT, chat
 from tests.support.runs import rows_of, run, run_many
 
 ROOT = Path(__file__).parents[2]

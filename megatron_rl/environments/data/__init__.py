@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.checks import MAX_ROWS
+from megatron_rl.environments.checks import MAX_ROWS, TooMuch
 from megatron_rl.environments.data.layouts import AFTER, BEFORE
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
 from megatron_rl.environments.grading import grade
@@ -196,7 +196,7 @@ class DatasetEnvironment(Environment):
             rows = read_rows(source, self.parse, bad.append if self.skips_bad_rows else None)
             kept = distinct(rows, counts, most)
             if len(kept) > most:  # it would be refused when all of it is read, which takes minutes
-                raise ConfigError([f"{source.where} has more than {most:,} different problems; give fewer"])
+                raise TooMuch([f"{source.where} has more than {most:,} different problems; give fewer"])
             counts["that cannot be read"] = len(bad)
             for statement, problem in list(kept.items()):
                 if reason := self.reject(problem):

@@ -77,7 +77,7 @@ def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokeni
     chats = [item for item in found if item.first_chat is not None]
     yield from _without_effect(config, found)
     own = tokenizer.formatting(by_environment={item.name: item.chat for item in found})
-    rendered, told, training = list[ChatFormat](), list[Problem](), config.training
+    rendered, training = list[ChatFormat](), config.training
     splits = () if training.eval_only else ("train" if training.perform_rl_step else "demonstration",)
     splits += ("test",) if training.eval_only or training.eval_interval is not None else ()
     for item in chats:
@@ -90,10 +90,7 @@ def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokeni
             )
         else:
             read = {row: messages for row, messages in item.chats.items() if row.startswith(splits)}
-            problems = list(template_problems(own, item.name, read))
-            yield from (each for each in problems if each not in told)
-            yield from () if problems or chat in rendered else _parser_problems(own, item.name)
-            told += problems
+            yield from list(template_problems(own, item.name, read)) or _parser_problems(own, item.name)
             rendered.append(chat)
     sources = [chat.template for chat in rendered]
     if rendered and None not in sources:  # None: the tokenizer has several

@@ -108,7 +108,7 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
         lines = _environment_faults(config, shown_list(path), found, supervised)
         problems += [Problem("--langrl-env-config", line) for line in lines]
         if tokenizer is not None and (alone or not all(item.evaluation_only for item in found)):
-            problems += chat_problems(config, found, tokenizer)
+            problems += dict.fromkeys(chat_problems(config, found, tokenizer))  # several may share a template
     return problems
 
 

@@ -16,7 +16,7 @@ from megatron_rl.cli.first_run import Machine, full_flags
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
-from tests.support.chat_templates import STRICT, chat
+from tests.support.chats import STRICT, chat
 from tests.support.hugging_face import write_shape
 from tests.support.ranks import REPOSITORY
 from tests.support.tiny import write_tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
 from megatron_rl.inference.kv_cache import blocks_within, rows_within
 from megatron_rl.run.memory.estimate import slot_bytes
-from tests.support.chat_templates import STRICT
+from tests.support.chats import STRICT
 from tests.support.hugging_face import write_model
 from tests.support.tiny import write_tokenizer
 
@@ -86,7 +87,8 @@ def test_a_server_takes_no_more_than_it_needs(tmp_path: Path, monkeypatch, flags
     """By arithmetic: of the model there is only its config.json, and nothing is allocated."""
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | changes))
     monkeypatch.setattr("megatron_rl.cli.model.preflight", lambda config, is_run: [])
-    monkeypatch.setattr("megatron_rl.cli.model._of_template", lambda config, prompts: [])
+    plain = SimpleNamespace(has_chat_template=lambda: False)
+    monkeypatch.setattr("megatron_rl.cli.model.open_tokenizer", lambda config: plain)
     words = [str(tmp_path), "--port", "0", "--tokenizer-model", "any", *flags.split()]
     config = serve.COMMAND.parse(words, 1).config
     rollout, sequence = config.rollout, slot_bytes(config)
@@ -225,6 +227,12 @@ def test_a_template_that_cannot_be_used_is_one_line(model: Path, tmp_path: Path,
     assert cli.main(words) == 2
     _, problem = capsys.readouterr().err.splitlines()
     assert line in problem and len(problem) < 900
+
+
+def test_chats_need_a_template(model: Path, tmp_path: Path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": QUESTION}) + "\n")
+    assert cli.main(["generate", str(model), "--prompts", str(tmp_path / "a.jsonl")]) == 2
+    assert "cannot render a single question (ValueError: Cannot use chat template" in capsys.readouterr().err
 
 
 def test_a_template_that_is_not_used_may_be_broken(model: Path, tmp_path: Path):

@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.run.preflight.chats import chat_format, chat_problems, template_problems
 from megatron_rl.tokenizer import load_tokenizer
 from megatron_rl.types import Prompt
-from tests.support.chat_templates import STRICT, chat
+from tests.support.chats import STRICT, chat
 from tests.support.tiny import tiny_config, write_tokenizer
 
 CHATML = (
@@ -248,9 +248,3 @@ def test_a_shape_on_which_the_template_never_ends(tokenizer: Path, template: str
     seconds = 3.0 if "range" in template else 60.0
     [problem] = template_problems(written, "talk", _rows("train", FINE, SYSTEM, SYSTEM), seconds)
     assert problem.text.startswith(f"chat template own.jinja {fault}") and "or use the tokenizer's own" in problem.text
-
-
-def test_a_fault_of_several_environments_is_told_once(tokenizer: Path) -> None:
-    broken = ChatFormat("{{ nothing.there }}", path="own.jinja")
-    [line] = _chat_lines(tokenizer, [_found("one", True, broken), _found("two", True, broken)])
-    assert "cannot render a single question (UndefinedError" in line

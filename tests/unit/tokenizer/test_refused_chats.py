@@ -16,7 +16,8 @@ from megatron_rl.run.environments import EnvironmentAccess
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.trainer.supervised import DemonstrationSource
 from megatron_rl.types import Demonstration, LaterTurn, Prompt, Task
-from tests.support.chat_templates import CHATML, STRICT, chat
+from tests.support.chat_templates import CHATML
+from tests.support.chats import STRICT, chat
 
 ROOT = Path(__file__).parents[3]
 FINE = chat("user: a")
