@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import io
 import itertools
-import pickle
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata, planner
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_rl.checkpoint.pickled import described, read
 from megatron_rl.errors import CheckpointError, one_line
 from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.layout import own_name
@@ -47,19 +47,8 @@ _FUSED_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-_DESCRIBING = {
-    metadata: (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    filesystem: ("_StorageInfo", "_StoragePrefix"),
-}  # fmt: skip
-"""What a ``.metadata`` file consists of, besides sizes and number formats."""
-
-
-class _Older:
-    """In place of megatron-core's classes of up to 0.15, which only hold attributes."""
+_COMMON, _COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
+"""Where megatron-core keeps what is no tensor: in a file, from 0.19 on among the tensors."""
 
 
 @dataclass
@@ -77,7 +66,8 @@ class _Block:
 
 
 class DistFiles:
-    """The weights in a torch_dist directory; see `StoredWeights`.
+    """What a torch_dist directory holds: weights by their names in the whole model, see `StoredWeights`, and all else
+    by its name in the files. Nothing in it can run code, see `pickled`.
 
     Raises:
         CheckpointError: ``.metadata`` cannot be read, or a file that it names is absent or too short.
@@ -85,16 +75,19 @@ class DistFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._reader = directory, FileSystemReader(directory)
-        described = _read_metadata(directory / ".metadata")
-        _check_files(directory, described)
-        self._reader.set_up_storage_reader(described, is_coordinator=True)
         self._found: dict[str, dict[str, _Block]] = {}
-        for key, stored in described.state_dict_metadata.items():
-            is_weight = isinstance(stored, TensorStorageMetadata) and not _NO_WEIGHT.match(key)
-            for chunk in stored.chunks if is_weight and not key.endswith("_extra_state") else ():
-                for name, place in _parameters(key, chunk):
-                    blocks = self._found.setdefault(name, {})
-                    blocks.setdefault(key, _Block(place, stored)).chunks.append(chunk)
+        self._places: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        """Tensor -> first numbers and shapes of its chunks."""
+        with described(directory / ".metadata") as content:
+            _check_files(directory, content.storage_data)
+            self._stored = content.state_dict_metadata
+            self._reader.set_up_storage_reader(content, is_coordinator=True)
+            for key, stored in self._stored.items():
+                is_weight = isinstance(stored, TensorStorageMetadata) and not _NO_WEIGHT.match(key)
+                for chunk in stored.chunks if is_weight and not key.endswith("_extra_state") else ():
+                    for name, place in _parameters(key, chunk):
+                        blocks = self._found.setdefault(name, {})
+                        blocks.setdefault(key, _Block(place, stored)).chunks.append(chunk)
 
     @property
     def names(self) -> set[str]:
@@ -130,9 +123,52 @@ class DistFiles:
         offsets, sizes = [0] * len(block.shape), list(block.shape)
         offsets[dimension], sizes[dimension] = start, stop - start
         target = torch.empty([*[1] * len(block.place), *sizes], dtype=block.whole.properties.dtype)
-        wanted = ChunkStorageMetadata(torch.Size([*block.place, *offsets]), target.shape)
         nearby = TensorStorageMetadata(block.whole.properties, block.whole.size, block.chunks)
-        items = create_read_items_for_chunk_list(key, nearby, [wanted])
+        self._copy(key, nearby, [*block.place, *offsets], target)
+        return target.view(sizes)
+
+    def fill(self, target: torch.Tensor, key: str, offsets: Sequence[int], whole: Sequence[int] | None) -> None:
+        """Read the part of a stored tensor that begins at ``offsets`` into ``target``.
+
+        Args:
+            whole: shape of the stored tensor; None takes any, and what is not stored stays as it is in ``target``.
+
+        Raises:
+            CheckpointError: there is none of this shape, or it cannot be read.
+        """
+        stored, wanted = self._stored.get(key), ChunkStorageMetadata(torch.Size(offsets), target.shape)
+        if not isinstance(stored, TensorStorageMetadata) or whole not in (None, tuple(stored.size)):
+            raise misfit(self._directory, f"it has no {key} of shape {list(target.shape if whole is None else whole)}")
+        if key not in self._places:
+            self._places[key] = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks}
+        if (tuple(offsets), tuple(target.shape)) in self._places[key]:  # else each of maybe thousands is looked at
+            stored = TensorStorageMetadata(stored.properties, stored.size, [wanted])
+        if self._copy(key, stored, offsets, target) < target.numel() and whole is not None:
+            raise misfit(self._directory, f"{key} is stored in part")
+
+    def value(self, key: str) -> Any:
+        """Read what is stored under ``key`` and is no tensor: numbers, texts and their lists and mappings.
+
+        Raises:
+            CheckpointError: there is no such thing, or it is not plain data.
+        """
+        if not isinstance(self._stored.get(key), BytesStorageMetadata):
+            raise misfit(self._directory, f"it has no {key}")
+        place = self._reader.storage_data[MetadataIndex(key)]
+        with open(self._directory / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            content = read(io.BytesIO(file.read(place.length)), False, f"checkpoint {str(self._directory)!r}: {key}")
+        return content[0]
+
+    def common(self) -> dict[str, Any]:
+        """Read what is the same on all ranks and no tensor; raises as `value`."""
+        if _COMMON_ENTRY in self._stored:
+            return self.value(_COMMON_ENTRY)
+        return read(self._directory / _COMMON, mapped=False)
+
+    def _copy(self, key: str, stored: TensorStorageMetadata, offsets: Sequence[int], target: torch.Tensor) -> int:
+        """Return how many numbers were there."""
+        wanted = ChunkStorageMetadata(torch.Size(offsets), target.shape)
 
         def place_of(item: ReadItem) -> torch.Tensor:
             ends = map(sum, zip(item.dest_offsets, item.lengths, strict=True))
@@ -141,12 +177,19 @@ class DistFiles:
         # Of torch's ``LoadPlanner`` reading asks for this alone: where each stored block goes, here a view.
         into: Any = SimpleNamespace(resolve_tensor=place_of, commit_tensor=lambda *_: None)
         try:
+            items = create_read_items_for_chunk_list(key, stored, [wanted])
             self._reader.read_data(LoadPlan(items), into).wait()
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # of damaged contents torch raises almost anything
             raise CheckpointError(
                 f"checkpoint {str(self._directory)!r}: {key} cannot be read ({one_line(str(error), 200)})"
             ) from error
-        return target.view(sizes)
+        return sum(math.prod(item.lengths) for item in items)
+
+
+def misfit(directory: Path, reason: str) -> CheckpointError:
+    """Make the error of a checkpoint that holds another model."""
+    what = f"checkpoint {str(directory)!r} does not fit this model ({reason}); use the flags it was trained with"
+    return CheckpointError(what)
 
 
 def _parameters(key: str, chunk: ChunkStorageMetadata) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -168,49 +211,14 @@ def _parameters(key: str, chunk: ChunkStorageMetadata) -> Iterator[tuple[str, tu
         yield f"decoder.layers.{number}.{rest}", place
 
 
-class _Unpickler(pickle.Unpickler):
-    """``.metadata`` is a pickle, which can run code: torch's reader makes whatever it names, this one no more than
-    what sizes and places consist of.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        for known, names in _DESCRIBING.items():
-            if name in names and (module == known.__name__ or module.endswith("sharded_tensor.metadata")):
-                return getattr(known, name)
-        if module == "megatron.core.dist_checkpointing.strategies.torch" and name.startswith("MCore"):
-            return _Older
-        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
-            return super().find_class(module, name)
-        if module.partition(".")[0] == "pathlib" and name == "PosixPath":  # where it was written, once
-            return PurePosixPath
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed, and nothing of it was executed")
-
-
-def _member(owner: Any, name: str) -> Enum:
-    """Return the member of an enumeration, which Python 3.11.0 to 3.11.3 store as a call of ``getattr``."""
-    if not (isinstance(owner, type) and issubclass(owner, Enum)):
-        raise pickle.UnpicklingError(f"it asks for the attribute {name} of something, which is not allowed")
-    return owner[name]
-
-
-def _read_metadata(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            return _Unpickler(file).load()
-    except Exception as error:  # a pickle that is cut short raises almost anything
-        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({one_line(str(error), 200)})") from error
-
-
-def _check_files(directory: Path, described: Any) -> None:
+def _check_files(directory: Path, places: dict[MetadataIndex, Any]) -> None:
     ends: dict[str, int] = {}
-    for place in described.storage_data.values():
+    for place in places.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name, end in sorted(ends.items()):
         path = directory / name
+        if path.parent != directory:
+            raise ValueError(f"it names {name}, which is no file beside it")
         if not path.is_file():
             raise CheckpointError(f"checkpoint file {str(path)!r} is missing, .metadata names it")
         if path.stat().st_size < end:
@@ -264,7 +272,7 @@ def write_parameters(
     # Of torch's ``SavePlanner`` writing asks for this alone: the numbers of an item, when their turn comes.
     results: Any = writer.write_data(plan, SimpleNamespace(resolve_data=data)).wait()
     writer.finish(Metadata(described), [results])
-    torch.save({}, directory / "common.pt")  # megatron's own writer of it wants a process group
+    torch.save({}, directory / _COMMON)  # megatron's own writer of it wants a process group
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 

@@ -2,8 +2,7 @@
 
 They are torch_dist (see `dist_files`), or have a file a rank, ``iter_0000012/mp_rank_00/model_optim_rng.pt``: with
 pipeline stages ``mp_rank_00_000``, tensor-parallel rank and stage; with experts over ranks the number of the
-expert-parallel rank comes last, ``mp_rank_00_000_000`` or, without stages, ``mp_rank_00_000``. They are pickles, which
-can run code, so torch's reduced unpickler alone reads them (``weights_only=True``).
+expert-parallel rank comes last, ``mp_rank_00_000_000`` or, without stages, ``mp_rank_00_000``.
 
 Of Megatron-LM's only weights are taken. It writes in place and without checksums, so only what its pointer names is
 complete for sure.
@@ -12,10 +11,7 @@ complete for sure.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import pickle
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.dist_files import DistFiles
+from megatron_rl.checkpoint.pickled import read
 from megatron_rl.errors import CheckpointError, shorten
 from megatron_rl.families.layout import own_name
 from megatron_rl.families.parts import EMBEDDING
@@ -32,13 +29,6 @@ from megatron_rl.user_files import read_json
 MODEL_FILE = "model_optim_rng.pt"
 RELEASE = "release"
 """The name of weights that Megatron-LM's tools made; it has no step."""
-_CLASS = re.compile(r"GLOBAL ([\w.]+)")
-_PASSED_OVER = (
-    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
-    "_io.BytesIO", "pathlib.PosixPath", "signal.Signals", "builtins.getattr", "__builtin__.getattr",
-)  # fmt: skip
-"""What Megatron-LM's files have besides plain values and its own enums, in ``args`` and random state; none of it is
-needed. Python 3.11.0 to 3.11.3 store an enum's member as a call of ``getattr``, which is not called."""
 _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
 ONLY_BUILT: Mapping[str, Any] = {
     "multi_latent_attention": False, "rotary_interleaved": False, "window_size": None, "softmax_type": "vanilla",
@@ -48,16 +38,6 @@ ONLY_BUILT: Mapping[str, Any] = {
     "moe_apply_probs_on_input": False, "mtp_num_layers": None,
 }  # fmt: skip
 """Flags of Megatron-LM with the one value that is built here: with another the same weights are another model."""
-
-
-class _Nothing:
-    """Stands where a file has an object of another library; keeps nothing of it."""
-
-    def __init__(self, *values: object) -> None:
-        """Passes over what it is made of."""
-
-    def __setstate__(self, state: object) -> None:
-        """Passes over what it would hold."""
 
 
 @dataclass(frozen=True)
@@ -147,51 +127,6 @@ def topology_problems(directory: Path, topology: Topology) -> list[str]:
         f"checkpoint {str(directory)!r} was saved with {topology_of(directory)}, this run has {topology}; its "
         "optimizer state is of one topology: use the same, or take its weights alone with --pretrained-checkpoint"
     ]
-
-
-def read(path: Path, mapped: bool = True) -> Any:
-    """Read a file.
-
-    Args:
-        mapped: tensors come from the file whenever they are used; False for those that outlive this.
-
-    Raises:
-        CheckpointError: it cannot be read, or has objects of a class that is not allowed; names file and class.
-    """
-    try:
-        with _only_ours_allowed(path):
-            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = _CLASS.search(str(error))
-        reason = f"it names {found[1]}, which is not allowed" if found else "its objects are not allowed"
-        raise CheckpointError(
-            f"checkpoint file {str(path)!r} is not plain data ({reason}) and nothing of it was executed; where you "
-            "trust it, load and save it again with tensors and plain values alone"
-        ) from error
-    except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-        if path.is_file() and not zipfile.is_zipfile(path):  # of which torch's own messages say little
-            reason = "it is cut short, or not one that torch.save wrote"
-        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({reason})") from error
-
-
-@contextlib.contextmanager
-def _only_ours_allowed(path: Path) -> Iterator[None]:
-    """The list of classes that torch may make is the process's, and megatron-core adds 16 to it.
-
-    A ``Namespace``, Megatron-LM's ``args``, has no positional argument and no ``__setstate__``: all the unpickler can
-    do with it is set attributes of a new object. Of `_PASSED_OVER` and of megatron's enums not even the class is used.
-    """
-    others = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # by name alone, nothing is imported
-        passed_over = [*_PASSED_OVER, *(name for name in named if name.startswith("megatron."))]
-        torch.serialization.add_safe_globals([argparse.Namespace, *((_Nothing, name) for name in passed_over)])
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(others)
 
 
 def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import contextlib
 import logging
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,24 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_base
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.adapters import is_adapted, sharded_adapters, take_adapters
-from megatron_rl.checkpoint.dist_files import OF_CRITIC
+from megatron_rl.checkpoint.dist_files import OF_CRITIC, DistFiles, misfit
 from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, topology_of
 from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room, moments_in_fp32
 from megatron_rl.checkpoint.saving import ResultQueue, succeed_on_all_ranks
 from megatron_rl.checkpoint.stored import load_weights
-from megatron_rl.errors import CheckpointError, cut
+from megatron_rl.errors import CheckpointError, one_line
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
+from megatron_rl.platform.device import is_out_of_memory
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.platform.megatron import asynchronous_writer, parameters_where_they_lie, use_result_queue
 from megatron_rl.quantization.copies import as_numbers
@@ -83,10 +84,12 @@ def load(
     for _, part in filter(None, ((policy, optimization), critic)):
         if part is not None:
             make_room(part)
-    state = _read(directory, _states((policy, optimization), critic, loading=True))
-    _take(state, policy, optimization)
-    if critic is not None:
-        _take(state["critic"], *critic)
+    state = _states((policy, optimization), critic, loading=True)
+    state = succeed_on_all_ranks(lambda: _read(directory, state))
+    with _fitting(directory):
+        _take(state, policy, optimization)
+        if critic is not None:
+            _take(state["critic"], *critic)
 
 
 def _take(state: dict[str, Any], policy: PolicyModel, optimization: Optimization | None) -> None:
@@ -138,26 +141,53 @@ def named_chunks(policy: PolicyModel) -> dict[str, GPTModel]:
 
 
 def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill the ``state`` as ``dist_checkpointing.load`` does, which would execute what pickles in the files name."""
+    files = DistFiles(directory)
+    return _filled(directory, state, partial(_stored, files), files.common())
+
+
+def _filled(
+    directory: Path, state: dict[str, Any], stored: Callable[[Any], Any], common: dict[str, Any]
+) -> dict[str, Any]:
+    """Return ``state`` with what is ``stored`` of each of its pieces, and what is ``common`` to all ranks."""
+    pieces, rest, stacks = load_preprocess(state)
+    pieces, _ = extract_sharded_base(pieces)
+    with _fitting(directory):
+        dict_list_map_inplace(stored, pieces)
+        for part in (rest, pieces):
+            merge(common, part)
+        return apply_factory_merges(common, stacks)
+
+
+@torch.no_grad()
+def _stored(files: DistFiles, piece: ShardedBase) -> Any:
+    if isinstance(piece, ShardedObject):
+        # That of a linear layer is for scales of fp8 that outlive a step, which no recipe here has. Transformer Engine
+        # keeps a pickle in it and executes it, so the file's is never taken.
+        return piece.data if piece.key.endswith("_extra_state") else files.value(piece.unique_key)
+    piece.init_data("cpu")
+    piece.data = piece.data.detach()
+    if piece.allow_shape_mismatch:  # only the vocabulary is padded
+        piece.data.zero_()
+    whole = None if piece.allow_shape_mismatch else piece.global_shape
+    files.fill(piece.data[(None,) * piece.prepend_axis_num], piece.key, piece.global_offset, whole)
+    return piece.data
+
+
+@contextlib.contextmanager
+def _fitting(directory: Path) -> Iterator[None]:
+    """Say of which checkpoint the values are that megatron-core cannot take, of which it raises almost anything."""
     try:
-        with _quiet():
-            return dist_checkpointing.load(state, str(directory))
-    except (CheckpointingException, CheckpointException, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} does not fit this model ({_reason(error)}); "
-            "use the flags it was trained with"
-        ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """The message's first line, as megatron lists every tensor of the model; torch's own only counts ranks."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return cut(str(error).strip().splitlines()[0], 200)
+        yield
+    except (CheckpointingException, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise misfit(directory, one_line(f"{type(error).__name__}: {error}", 200)) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's and megatron's deprecation chatter around a save or load."""
+    """Silences torch's and megatron's deprecation chatter around a save."""
     chatter = logging.getLogger("megatron.core.dist_checkpointing")
     level = chatter.level
     with warnings.catch_warnings():
@@ -224,7 +254,8 @@ def load_rank_files(directory: Path, policy: PolicyModel, groups: ParallelGroups
     """
     make_room(optimization)
     load_weights(directory, policy, groups)
-    load_state(optimization, succeed_on_all_ranks(lambda: _state_of_rank(directory, policy, groups, optimization)))
+    with _fitting(directory):
+        load_state(optimization, succeed_on_all_ranks(lambda: _state_of_rank(directory, policy, groups, optimization)))
 
 
 def _state_of_rank(
@@ -234,8 +265,6 @@ def _state_of_rank(
     own = topology_of(directory).name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
     content = read_models(directory / own / MODEL_FILE, mapped=False)
     found, state = content.get("optimizer_state", {}), content.get("optimizer", {})
-    pieces, rest, stacks = load_preprocess(sharded_state(policy, optimization, loading=True)["optimizer"])
-    pieces, _ = extract_sharded_base(pieces)
 
     def taken(piece: ShardedTensor) -> torch.Tensor:
         tensor = found.get(piece_name(piece))
@@ -246,10 +275,7 @@ def _state_of_rank(
             )
         return tensor
 
-    dict_list_map_inplace(taken, pieces)
-    for part in (rest, pieces):
-        merge(state, part)
-    return apply_factory_merges(state, stacks)
+    return _filled(directory, sharded_state(policy, optimization, loading=True)["optimizer"], taken, state)
 
 
 def piece_name(piece: ShardedTensor) -> str:

@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, read
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology
 from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.pickled import read
 from megatron_rl.checkpoint.run_state import architecture_problems, continuation_problems, read_run_state
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError, ConfigError

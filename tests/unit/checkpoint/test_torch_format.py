@@ -16,9 +16,10 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, read, topology_of, topology_problems
+from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, topology_of, topology_problems
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.pickled import read
 from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
