@@ -29,6 +29,7 @@ from megatron_rl.user_files import read_json
 MODEL_FILE = "model_optim_rng.pt"
 RELEASE = "release"
 """The name of weights that Megatron-LM's tools made; it has no step."""
+_OURS = ("manifest.json", "run_state.json")
 _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
 ONLY_BUILT: Mapping[str, Any] = {
     "multi_latent_attention": False, "rotary_interleaved": False, "window_size": None, "softmax_type": "vanilla",
@@ -166,8 +167,7 @@ def chunks_of(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 def is_foreign(directory: Path) -> bool:
     """Return whether Megatron-LM itself wrote it: without checksums and the state of a run."""
-    is_ours = any((directory / name).exists() for name in ("manifest.json", "run_state.json"))
-    if not is_megatron_layout(directory) or is_ours:
+    if not is_megatron_layout(directory) or any((directory / name).exists() for name in _OURS):
         return False
     return has_rank_files(directory) or any((directory / name).is_file() for name in (_FORMAT, _PARTS))
 

@@ -86,7 +86,7 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
     """Find the checkpoint a user means by ``path``: a step directory, or the newest valid one below it.
 
     Of Megatron-LM's the one that its pointer names. A damaged checkpoint of ours is named in a warning and the next
-    older one is taken. ``contents`` False trusts files that are there, see `verify`.
+    older one is taken. ``contents`` False trusts tensors that are there, see `verify`.
 
     Raises:
         CheckpointError: there is none, or no undamaged one.
@@ -223,7 +223,7 @@ def verify(directory: Path, contents: bool = True) -> None:
     """Compare ``directory`` with its manifest.
 
     Args:
-        contents: False only looks whether the files are there, which is quick at any size.
+        contents: False only looks whether files of tensors are there, which is quick at any size.
 
     Raises:
         CheckpointError: a file is missing, changed or of another checkpoint; names the first one.
@@ -238,13 +238,13 @@ def verify(directory: Path, contents: bool = True) -> None:
     for path in sorted(path for suffix in _LOADED for path in directory.rglob("*" + suffix)):
         if path not in files:
             raise CheckpointError(f"checkpoint file {str(path)!r} is not in {MANIFEST}: it is of another checkpoint")
-    if not contents:
-        return
+    listed = zip(files, manifest.values(), strict=True)
+    compared = {path: written for path, written in listed if contents or path.suffix not in _LOADED}
     try:
-        checksums = _checksums(files)
+        checksums = _checksums(list(compared))
     except OSError as error:
         raise CheckpointError(f"checkpoint file {str(error.filename)!r} cannot be read ({error.strerror})") from error
-    for path, written, found in zip(files, manifest.values(), checksums, strict=True):
+    for (path, written), found in zip(compared.items(), checksums, strict=True):
         if written != found:
             raise CheckpointError(f"checkpoint file {str(path)!r} is damaged (its sha256 differs from {MANIFEST})")
 

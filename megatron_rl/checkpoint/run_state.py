@@ -45,6 +45,8 @@ _OF_LATENTS = {
     "rope_type", *YARN, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
 }  # fmt: skip
 _FOREIGN = "Megatron-LM's"
+FORMAT_VERSION = 1
+"""Of the file; raised when an earlier version of this code would misread it. Files without it are read as they are."""
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -175,7 +177,7 @@ def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
 
 def write_run_state(directory: Path, state: RunState) -> None:
     """Write the JSON file."""
-    values = {**vars(state), **vars(state.model)}
+    values = {"format_version": FORMAT_VERSION, **vars(state), **vars(state.model)}
     del values["model"]
     values["components"] = {
         name: {key: value for key, value in component.items() if not torch.is_tensor(value)}
@@ -195,6 +197,11 @@ def read_run_state(directory: Path) -> RunState:
     path = directory / FILE_NAME
     try:
         values = read_json(path)
+        if (written := values.get("format_version", FORMAT_VERSION)) > FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint file {str(path)!r} was written by a later version of megatron-rl (format {written}, this "
+                f"one reads up to {FORMAT_VERSION}); update megatron-rl"
+            )
         values |= {"model": _made_of(ModelFacts, values), "components": values["components"]}
         if values.get("origin"):
             values["origin"] = _made_of(StartingWeights, values["origin"])

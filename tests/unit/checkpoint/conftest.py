@@ -17,7 +17,7 @@ def save(tmp_path: Path) -> Callable[..., Path]:
     def write(step: int, text: str = "weights") -> Path:
         folder = temporary_directory(tmp_path, step)
         folder.mkdir(parents=True)
-        (folder / "tensors.bin").write_text(f"{text} {step}")
+        (folder / "tensors.distcp").write_text(f"{text} {step}")
         (folder / "run_state.json").write_text("{}")
         return commit(tmp_path, step)
 

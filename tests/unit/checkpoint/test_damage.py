@@ -15,6 +15,7 @@ import torch
 from megatron_rl.checkpoint.layout import find_checkpoint, list_checkpoints, remove_old, step_directory
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.errors import CheckpointError
+from megatron_rl.run.preflight.starts import checkpoint_problems
 from megatron_rl.run.training import TrainingRun
 from tests.support.saves import FILES, saving_run, train_a_step
 from tests.support.tiny import tiny_config
@@ -76,9 +77,18 @@ def _unreadable(path: Path) -> None:
     path.symlink_to("/proc/self/mem")
 
 
+def _halved(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "truncated": _truncated, "flipped": _flipped, "empty": _empty, "missing": Path.unlink, "folder": _folder,
-    "unreadable": _unreadable,
+    "truncated": _truncated, "halved": _halved, "flipped": _flipped, "empty": _empty, "missing": Path.unlink,
+    "folder": _folder, "pipe": _pipe, "unreadable": _unreadable,
 }  # fmt: skip
 
 
@@ -94,6 +104,9 @@ def test_the_checkpoint_before_loads_and_the_file_is_named(pair, copied, caplog,
         pytest.skip("this system has no file whose reading fails")
     run, _, weights = pair
     DAMAGES[damage](copied / "step_0000002" / file)
+    assert checkpoint_problems(tiny_config(**SUPERVISED, resume=True, run_dir=copied.parent), None) == []
+    assert checkpoint_problems(tiny_config(**SUPERVISED, load=str(copied), run_dir=copied / "new"), None) == []
+    caplog.clear()
     manager = CheckpointManager(copied, 0, run.groups)
     found = manager.newest()
     assert found == step_directory(copied, 1)

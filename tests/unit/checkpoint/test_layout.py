@@ -55,7 +55,7 @@ def test_a_commit_leaves_the_checkpoint_its_manifest_and_the_pointer(tmp_path, s
     target = save(4)
     assert target == step_directory(tmp_path, 4)
     assert _names(tmp_path) == ["latest", "step_0000004"]
-    assert _names(target) == ["manifest.json", "run_state.json", "tensors.bin"]
+    assert _names(target) == ["manifest.json", "run_state.json", "tensors.distcp"]
     assert (tmp_path / "latest").read_text() == "step_0000004\n"
     verify(target)
 
@@ -77,10 +77,10 @@ def test_a_commit_goes_manifest_disk_rename_pointer(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", record_replace)
     folder = temporary_directory(tmp_path, 4)
     folder.mkdir()
-    (folder / "tensors.bin").write_text("weights")
+    (folder / "tensors.distcp").write_text("weights")
     commit(tmp_path, 4)
     assert sorted(events[:2]) + events[2:] == [
-        *sorted(f"sync step_0000004.tmp/{name}" for name in ("manifest.json", "tensors.bin")),
+        *sorted(f"sync step_0000004.tmp/{name}" for name in ("manifest.json", "tensors.distcp")),
         "sync step_0000004.tmp",
         "rename step_0000004.tmp step_0000004",
         "sync .",
@@ -112,7 +112,7 @@ def test_a_kill_during_a_commit_leaves_the_one_before(tmp_path, save, monkeypatc
 def test_saving_a_step_again_replaces_it(tmp_path, save):
     save(4, "old")
     save(4, "new")
-    assert (find_checkpoint(tmp_path) / "tensors.bin").read_text() == "new 4"
+    assert (find_checkpoint(tmp_path) / "tensors.distcp").read_text() == "new 4"
     assert _names(tmp_path) == ["latest", "step_0000004"]
 
 
@@ -137,24 +137,24 @@ def test_no_checkpoint_is_an_error_that_says_where_it_looked(tmp_path):
 
 def test_a_damaged_newest_is_named_and_passed_over(tmp_path, save, caplog):
     save(4)
-    (save(8) / "tensors.bin").write_text("other")
+    (save(8) / "tensors.distcp").write_text("other")
     assert find_checkpoint(tmp_path) == step_directory(tmp_path, 4)
     (warning,) = caplog.messages
-    assert "step_0000008/tensors.bin" in warning
+    assert "step_0000008/tensors.distcp" in warning
     assert "trying the one before it" in warning
 
 
 def test_a_damaged_step_that_was_asked_for_by_name_is_an_error(tmp_path, save):
     save(4)
     damaged = save(8)
-    (damaged / "tensors.bin").write_text("other")
-    with pytest.raises(CheckpointError, match=r"step_0000008/tensors\.bin.*sha256"):
+    (damaged / "tensors.distcp").write_text("other")
+    with pytest.raises(CheckpointError, match=r"step_0000008/tensors\.distcp.*sha256"):
         find_checkpoint(damaged)
 
 
 def test_when_all_are_damaged_each_is_named(tmp_path, save):
     for step in (4, 8):
-        (save(step) / "tensors.bin").unlink()
+        (save(step) / "tensors.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"no undamaged.*step_0000008/tensors.*step_0000004/tensors"):
         newest_valid(tmp_path)
 
@@ -163,7 +163,7 @@ def test_damaged_ones_after_the_used_one_are_set_aside(tmp_path, save):
     used = save(4)
     save(2)
     for step in (6, 8):
-        (save(step) / "tensors.bin").write_text("other")
+        (save(step) / "tensors.distcp").write_text("other")
     set_aside_newer(used)
     assert _names(tmp_path) == [
         "latest", "step_0000002", "step_0000004", "step_0000006.damaged", "step_0000008.damaged",

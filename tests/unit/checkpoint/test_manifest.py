@@ -27,7 +27,7 @@ def _flip(path: Path) -> None:
     ids=["flipped bit", "truncated", "emptied", "removed"],
 )
 def test_a_damaged_file_is_named(save, damage, message):
-    path = save(4) / "tensors.bin"
+    path = save(4) / "tensors.distcp"
     damage(path)
     with pytest.raises(CheckpointError, match=message) as caught:
         verify(path.parent)
@@ -42,12 +42,16 @@ def test_an_unreadable_manifest_is_damage(save, text):
         verify(directory)
 
 
-def test_the_quick_look_sees_what_is_missing_and_reads_nothing(save):
+def test_the_quick_look_sees_what_is_missing_and_reads_no_tensors(save):
     directory = save(4)
-    _flip(directory / "tensors.bin")
+    _flip(directory / "tensors.distcp")
     verify(directory, contents=False)
-    (directory / "tensors.bin").unlink()
+    (directory / "tensors.distcp").unlink()
     with pytest.raises(CheckpointError, match="is missing"):
+        verify(directory, contents=False)
+    directory = save(5)
+    _flip(directory / "run_state.json")
+    with pytest.raises(CheckpointError, match="run_state.json' is damaged"):
         verify(directory, contents=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_rl.checkpoint.run_state import (
     FILE_NAME,
+    FORMAT_VERSION,
     ModelFacts,
     RunState,
     architecture_of,
@@ -43,7 +45,24 @@ def test_a_field_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     assert state == RunState(step=4, components={"moon": {"is": "full"}})
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"step": 4}', pytest.param("[" * 20_000, id="deep")])
+def test_a_file_of_a_later_format_is_one_line_that_says_so(tmp_path: Path) -> None:
+    write_run_state(tmp_path, _state())
+    path = tmp_path / FILE_NAME
+    values = json.loads(path.read_text())
+    assert values["format_version"] == FORMAT_VERSION
+    path.write_text(json.dumps(values | {"format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(CheckpointError, match=r"later version of megatron-rl \(format 2, .*; update megatron-rl$"):
+        read_run_state(tmp_path)
+    del values["format_version"]
+    path.write_text(json.dumps(values))
+    assert read_run_state(tmp_path) == _state()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "[]", '{"step": 4}', '{"format_version": "2", "step": 4, "components": {}}',
+     pytest.param("[" * 20_000, id="deep")],
+)  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / FILE_NAME).write_text(text)
