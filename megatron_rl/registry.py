@@ -130,6 +130,8 @@ def _import_file(path: Path) -> ModuleType:
     """Import a file once, however often it is named."""
     name = f"{path.stem} in {path.parent}"
     if name not in sys.modules:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ImportError(f"{path} is not a file")
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up
         try:

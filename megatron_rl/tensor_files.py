@@ -95,6 +95,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: it is truncated or not a safetensors file.
     """
     try:
+        if not path.is_file():  # safe_open would wait for a pipe
+            raise OSError("it is not a file")
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
             return {name: StoredTensor(s.get_dtype(), tuple(s.get_shape()), path) for name, s in slices.items()}

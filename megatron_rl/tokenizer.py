@@ -325,7 +325,10 @@ def stamps(path: str) -> tuple[tuple[str, int, int], ...]:
     """Return name, time of change in ns and bytes of each file of a directory; nothing of a name on the hub."""
     if not os.path.isdir(path):
         return ()
-    return tuple(sorted((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in os.scandir(path)))
+    files = sorted(os.scandir(path), key=lambda file: file.name)
+    if odd := next((file.name for file in files if not (file.is_file() or file.is_dir())), None):
+        raise ValueError(f"{odd} is a device, a pipe or a broken link, not a file")
+    return tuple((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
 
 
 def _known_model(path: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import multiprocessing.process
 import os
 import queue
@@ -116,13 +117,26 @@ def _message(directory: Path, error: BaseException) -> str:
     cause: BaseException = error
     while not isinstance(cause, OSError) and cause.__cause__ is not None:
         cause = cause.__cause__
-    text = " ".join(str(cause).split())
+    text, what, fault = " ".join(str(cause).split()), f"the checkpoint {str(directory)!r}", _shared_memory_fault()
+    if fault is not None:
+        return f"{what} could not be written: {fault}; the checkpoints before it are as they were"
     is_full = _CUT_SHORT in text or any(os.strerror(number) in text for number in _FULL)
     fix = "free space there, or give --save" if is_full else "look after that disk, or give --save"
     return (
-        f"the checkpoint {str(directory)!r} could not be written ({cut(text, 200)}); {fix} a directory on another "
-        "disk; the checkpoints before it are as they were"
+        f"{what} could not be written ({cut(text, 200)}); {fix} a directory on another disk; the checkpoints before it "
+        "are as they were"
     )
+
+
+def _shared_memory_fault() -> str | None:
+    """Return why processes that write a checkpoint cannot lock: the kernel's error names neither them nor a file."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        if error.errno == errno.EFBIG:  # a limit of this process, for its files everywhere
+            return None
+        return f"/dev/shm has no room for a lock ({error.strerror}); make it writable and larger, as with --shm-size=1g"
+    return None
 
 
 class _ThreadedCaller(TemporalAsyncCaller):

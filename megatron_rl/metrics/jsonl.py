@@ -61,7 +61,7 @@ class JsonlWriter:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read every row, in file order; damaged lines are skipped with one warning. No file, no rows."""
-    if not path.exists():
+    if not path.is_file():
         return []
     with path.open("rb") as file:
         found = [_parse(line) for line in file]

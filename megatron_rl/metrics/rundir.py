@@ -57,14 +57,15 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.journal = path / "journal"
         self.logs = path / "logs"
-        self.folders = (self.tensorboard, self.rollouts, self.checkpoints, self.logs)
+        self.folders = (self.tensorboard, self.rollouts, self.checkpoints, self.journal, self.logs)
+        self.files = (self.facts, self.config, self.config_diff, self.command, self.metrics, self.summary, self.report)
 
     def create(self, config: Mapping[str, Any], config_diff: Mapping[str, Any], command: Sequence[str]) -> None:
         """Make the layout; of an existing run keep the start and add the new command."""
         self.logs.mkdir(parents=True, exist_ok=True)  # whoever writes into another folder makes it
         for path, values in ((self.config, config), (self.config_diff, config_diff)):
             write_text_atomic(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-        earlier = self.command.read_text(encoding="utf-8") if self.command.exists() else ""
+        earlier = self.command.read_text(encoding="utf-8", errors="replace") if self.command.exists() else ""
         write_text_atomic(self.command, earlier + shlex.join(command) + "\n")
         facts, now = self.read_facts() if self.holds_run() else {}, _now()
         start = {
@@ -136,9 +137,14 @@ def check_usable(path: Path, resume: bool) -> list[str]:
     if fault is not None:
         return [fault]
     run = RunDirectory(path)
-    in_the_way = [folder for folder in run.folders if folder.exists() and not folder.is_dir()]
-    if in_the_way:
-        return [f"{folder} is a file where a directory is needed; move it away" for folder in in_the_way]
+    folders, files = (*run.folders, *run.logs.glob("environments_*")), run.files
+    there = [path for path in (*folders, *files) if path.exists()]
+    wrong = [f"{path} is a file where a directory is needed" for path in there if path in folders and not path.is_dir()]
+    wrong += [f"{path} is not a file, which is needed there" for path in there if path in files and not path.is_file()]
+    if wrong:
+        return [f"{line}; move it away" for line in wrong]
+    if closed := next((path for path in there if not os.access(path, os.W_OK)), None):
+        return [f"{closed} is not writable by this user, so no run can go on here; choose another directory"]
     if resume or not run.holds_run():
         return []
     step = run.last_step()

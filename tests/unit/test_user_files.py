@@ -17,12 +17,13 @@ from megatron_rl.config.model_directory import saved_model
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data.layouts import Layout
 from megatron_rl.environments.data.rows import Source, read_rows
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import read_model
 from megatron_rl.metrics.jsonl import read_json_object
 from megatron_rl.metrics.rundir import RunDirectory, unwritable
-from megatron_rl.registry import LOSSES
+from megatron_rl.registry import LOSSES, import_reference
 from megatron_rl.run.preflight.starts import resumes
+from megatron_rl.tensor_files import stored_tensors
 from megatron_rl.user_files import path_refusal, read_text
 from tests.support.ranks import REPOSITORY
 
@@ -170,3 +171,16 @@ def test_an_extension_of_no_such_name():
     with pytest.raises(ConfigError, match="cannot be imported"):
         LOSSES.get("n" * 5000 + ".py:Loss")
     assert LOSSES.stated("n" * 5000 + ".py:Loss", "clamp_eps_lower") is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is not a whole safetensors file \(it is not a file\)"):
+        stored_tensors(tmp_path)
+
+
+def test_a_pipe_in_place_of_code_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.py")
+    with pytest.raises(ImportError, match="mine.py is not a file"):
+        import_reference(str(tmp_path / "mine.py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import multiprocessing.synchronize
 import os
 import resource
 import shutil
@@ -255,3 +256,22 @@ def test_a_save_in_the_background_that_fails(
     run.save(final=True)
     assert run.checkpoints.failed_saves == 1
     assert find_checkpoint(folder) == step_directory(folder, 2)
+
+
+@pytest.mark.skipif(megatron.VERSION >= (0, 17), reason="its writers are threads")
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_shared_memory_that_cannot_be_written_is_named(
+    run: TrainingRun, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's error for a lock between processes names no file; the checkpoint's disk is well."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.synchronize, "SemLock", type("SemLock", (), {"__init__": refused}))
+        with pytest.raises(SaveError) as caught:
+            run.save(final=True)
+    message = str(caught.value)
+    assert "\n" not in message and "the checkpoints before it are as they were" in message
+    assert f"/dev/shm has no room for a lock ({os.strerror(number)})" in message and "another disk" not in message

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,39 @@ def test_what_permissions_promise_is_tried() -> None:
 def test_trying_leaves_no_trace(tmp_path: Path) -> None:
     assert check_usable(tmp_path / "run", resume=False) == []
     assert list(tmp_path.iterdir()) == []
+
+
+FILES = ("run.json", "config.yaml", "config.diff.yaml", "command.txt", "metrics.jsonl", "summary.json", "report.html")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_one_line_that_names_it(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    make(tmp_path / name)
+    for resume in (False, True):
+        assert check_usable(tmp_path, resume) == [
+            f"{tmp_path / name} is not a file, which is needed there; move it away"
+        ]  # fmt: skip
+
+
+def test_a_command_of_garbage_stays_and_the_new_one_is_added(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.command.write_bytes(b"\xff\x00\xfe garbage\n")
+    assert check_usable(tmp_path, resume=True) == []
+    run.create({}, {}, ["train_rl.py", "--resume"])
+    before, last = run.command.read_text().splitlines()
+    assert before.endswith(" garbage") and last == "train_rl.py --resume"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "journal", "logs", "logs/environments_here", "metrics.jsonl"])
+def test_a_run_directory_with_parts_of_another_user_is_one_line(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permissions bind no root, so the kernel's answer is replaced."""
+    path, access = tmp_path / name, os.access
+    path.parent.mkdir(exist_ok=True)
+    path.touch() if path.suffix else path.mkdir()
+    monkeypatch.setattr(os, "access", lambda asked, mode: Path(asked) != path and access(asked, mode))
+    assert check_usable(tmp_path, resume=True) == [
+        f"{path} is not writable by this user, so no run can go on here; choose another directory"
+    ]

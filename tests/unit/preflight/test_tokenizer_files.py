@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -75,3 +76,12 @@ def test_a_text_that_has_no_tokens(tokenizer: Path, tmp_path: Path) -> None:
 
 def test_the_whole_one_is_fine(tokenizer: Path) -> None:
     assert _problems(tokenizer) == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json"])
+def test_a_pipe_is_not_waited_for(tokenizer: Path, tmp_path: Path, name: str) -> None:
+    directory = shutil.copytree(tokenizer, tmp_path / "pipe")
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    (line,) = _problems(directory)
+    assert f"cannot be loaded ({name} is a device, a pipe or a broken link, not a file)" in line
