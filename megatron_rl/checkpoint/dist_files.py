@@ -137,34 +137,24 @@ class DistFiles:
             CheckpointError: there is none of this shape, or it cannot be read.
         """
         stored, wanted = self._stored.get(key), ChunkStorageMetadata(torch.Size(offsets), target.shape)
-        if not isinstance(stored, TensorStorageMetadata) or whole not in (None, tuple(stored.size)):
-            raise misfit(self._directory, f"it has no {key} of shape {list(target.shape if whole is None else whole)}")
-        if key not in self._places:
+        fits = isinstance(stored, TensorStorageMetadata) and whole in (None, tuple(stored.size))
+        if fits and key not in self._places:
             self._places[key] = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks}
-        if (tuple(offsets), tuple(target.shape)) in self._places[key]:  # else each of maybe thousands is looked at
+        if fits and (tuple(offsets), tuple(target.shape)) in self._places[key]:  # else maybe thousands are looked at
             stored = TensorStorageMetadata(stored.properties, stored.size, [wanted])
-        if self._copy(key, stored, offsets, target) < target.numel() and whole is not None:
-            raise misfit(self._directory, f"{key} is stored in part")
-
-    def value(self, key: str) -> Any:
-        """Read what is stored under ``key`` and is no tensor: numbers, texts and their lists and mappings.
-
-        Raises:
-            CheckpointError: there is no such thing, or it is not plain data.
-        """
-        if not isinstance(self._stored.get(key), BytesStorageMetadata):
-            raise misfit(self._directory, f"it has no {key}")
-        place = self._reader.storage_data[MetadataIndex(key)]
-        with open(self._directory / place.relative_path, "rb") as file:
-            file.seek(place.offset)
-            content = read(io.BytesIO(file.read(place.length)), False, f"checkpoint {str(self._directory)!r}: {key}")
-        return content[0]
+        if not fits or (self._copy(key, stored, offsets, target) < target.numel() and whole is not None):
+            raise misfit(self._directory, f"it has no {key} of shape {list(target.shape if whole is None else whole)}")
 
     def common(self) -> dict[str, Any]:
-        """Read what is the same on all ranks and no tensor; raises as `value`."""
-        if _COMMON_ENTRY in self._stored:
-            return self.value(_COMMON_ENTRY)
-        return read(self._directory / _COMMON, mapped=False)
+        """Read what is the same on all ranks and no tensor; ``CheckpointError`` if it cannot be read."""
+        index = MetadataIndex(_COMMON_ENTRY)
+        if index not in self._reader.storage_data:
+            return read(self._directory / _COMMON, mapped=False)
+        place = self._reader.storage_data[index]
+        with open(self._directory / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            content = io.BytesIO(file.read(place.length))
+        return read(content, False, f"checkpoint {str(self._directory)!r}: {_COMMON_ENTRY}")[0]
 
     def _copy(self, key: str, stored: TensorStorageMetadata, offsets: Sequence[int], target: torch.Tensor) -> int:
         """Return how many numbers were there."""

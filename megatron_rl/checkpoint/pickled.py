@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,14 +46,9 @@ class _Nothing:
     """Stands where a file has an object of another library; keeps nothing of it."""
 
     def __init__(self, *values: object) -> None:
-        """Passes over what it is made of."""
+        """Passes over what it is made of, and what it would hold."""
 
-    def __setstate__(self, state: object) -> None:
-        """Passes over what it would hold."""
-
-
-class _Older:
-    """In place of megatron-core's classes of up to 0.15, which only hold attributes."""
+    __setstate__ = __init__
 
 
 def read(source: Path | io.BytesIO, mapped: bool = True, what: str = "") -> Any:
@@ -114,7 +110,7 @@ class _Unpickler(pickle.Unpickler):
             if name in names and (module == known.__name__ or module.endswith("sharded_tensor.metadata")):
                 return getattr(known, name)
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name.startswith("MCore"):
-            return _Older
+            return SimpleNamespace  # of up to 0.15
         if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
             return super().find_class(module, name)
         if module.partition(".")[0] == "pathlib" and name == "PosixPath":  # where it was written, once

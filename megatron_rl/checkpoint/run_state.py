@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from megatron_rl.models.gpt import PolicyModel
 
 T = TypeVar("T")
-
 _FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std", "rl_mla_absorb"}
 _ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) if field.name not in _FREE)
 _COUNTED_WITH = {
@@ -45,8 +44,7 @@ _OF_LATENTS = {
     "rope_type", *YARN, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
 }  # fmt: skip
 _FOREIGN = "Megatron-LM's"
-FORMAT_VERSION = 1
-"""Of the file; raised when an earlier version of this code would misread it. Files without it are read as they are."""
+FORMAT_VERSION = 1  # raised when code of an earlier version would misread the file; old files have none
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -198,10 +196,7 @@ def read_run_state(directory: Path) -> RunState:
     try:
         values = read_json(path)
         if (written := values.get("format_version", FORMAT_VERSION)) > FORMAT_VERSION:
-            raise CheckpointError(
-                f"checkpoint file {str(path)!r} was written by a later version of megatron-rl (format {written}, this "
-                f"one reads up to {FORMAT_VERSION}); update megatron-rl"
-            )
+            raise ValueError(f"a later version of megatron-rl wrote it, in format {written}; update megatron-rl")
         values |= {"model": _made_of(ModelFacts, values), "components": values["components"]}
         if values.get("origin"):
             values["origin"] = _made_of(StartingWeights, values["origin"])
@@ -217,9 +212,8 @@ def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _foreign_state(directory: Path) -> RunState:
     args = read_args(directory)
-    # Its YaRN has flags of other names; these are of latent attention, which `unbuilt` names.
+    # Its YaRN has flags of other names; these are of latent attention. A window is a pair. `unbuilt` names both.
     known = {name: args[name] for name in _ARCHITECTURE if name in args and name not in _OF_LATENTS}
-    # A window is a pair in Megatron-LM's words, which `unbuilt` names; None is as here.
     architecture = {name: value for name, value in known.items() if ONLY_BUILT.get(name, value) == value}
     for switch, names in _COUNTED_WITH.items():
         if not args.get(switch):  # Megatron has defaults for them that mean nothing then

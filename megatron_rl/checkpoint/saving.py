@@ -133,9 +133,8 @@ def _shared_memory_fault() -> str | None:
     try:
         multiprocessing.get_context("fork").Lock()
     except OSError as error:
-        if error.errno == errno.EFBIG:  # a limit of this process, for its files everywhere
-            return None
-        return f"/dev/shm has no room for a lock ({error.strerror}); make it writable and larger, as with --shm-size=1g"
+        if error.errno != errno.EFBIG:  # a limit of this process, for its files everywhere
+            return f"/dev/shm has no room for a lock ({error.strerror}); make it writable, or larger (--shm-size=1g)"
     return None
 
 

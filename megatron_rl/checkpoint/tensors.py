@@ -6,8 +6,6 @@ The files of ranks that earlier versions wrote are only read.
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -69,8 +67,7 @@ def save_tensors(
     """
     use_result_queue(ResultQueue)
     state = _states((policy, optimization), critic, loading=False)
-    with _quiet():
-        return dist_checkpointing.save(state, str(directory), async_sharded_save=in_background, **asynchronous_writer())
+    return dist_checkpointing.save(state, str(directory), async_sharded_save=in_background, **asynchronous_writer())
 
 
 def load(
@@ -162,9 +159,9 @@ def _filled(
 @torch.no_grad()
 def _stored(files: DistFiles, piece: ShardedBase) -> Any:
     if isinstance(piece, ShardedObject):
-        # That of a linear layer is for scales of fp8 that outlive a step, which no recipe here has. Transformer Engine
-        # keeps a pickle in it and executes it, so the file's is never taken.
-        return piece.data if piece.key.endswith("_extra_state") else files.value(piece.unique_key)
+        # Of a linear layer, for scales of fp8 that outlive a step, which no recipe here has; nothing else is stored so.
+        # Transformer Engine keeps a pickle in it and executes it, so the file's is never taken.
+        return piece.data
     piece.init_data("cpu")
     piece.data = piece.data.detach()
     if piece.allow_shape_mismatch:  # only the vocabulary is padded
@@ -183,20 +180,6 @@ def _fitting(directory: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise misfit(directory, one_line(f"{type(error).__name__}: {error}", 200)) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences torch's and megatron's deprecation chatter around a save."""
-    chatter = logging.getLogger("megatron.core.dist_checkpointing")
-    level = chatter.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        chatter.setLevel(logging.CRITICAL)  # an error is raised too
-        try:
-            yield
-        finally:
-            chatter.setLevel(level)
 
 
 # -- which weights they are ------------------------------------------------------------------------

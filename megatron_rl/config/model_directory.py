@@ -147,8 +147,8 @@ def _missing_shape(reading: Reading) -> Iterator[Problem]:
         reading.failed.update(map(_spelling, _SHAPE))
         yield Problem(
             _spelling(name),
-            f"{_spelling(name)} {path} does not say what its model is, as Megatron-LM's checkpoints and those of "
-            "earlier versions do not; add --hf-config DIR with the model's config.json, or "
+            f"{_spelling(name)} {path} does not say what its model is: the args of Megatron-LM's checkpoints are only "
+            "compared with the run's flags; add --hf-config DIR with the model's config.json, or "
             f"{', '.join(missing)} and what else it was made with",
         )
 

@@ -50,6 +50,7 @@ def configure_logging(rank: int) -> None:
     library.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # an error is raised too
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(?!megatron_rl)")
     for message in NOISY_WARNINGS:
