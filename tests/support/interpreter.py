@@ -18,7 +18,7 @@ def run_interpreted(file: str) -> None:
 
 
 def mend() -> None:
-    """Two faults of Triton 3.6's interpreter.
+    """Two faults of Triton's interpreter, the first of 3.6 alone.
 
     The bounds of a loop become integers in a way that numpy 2.4 refuses; a product of bf16 numbers, which numpy does
     not know, is taken of their bits.

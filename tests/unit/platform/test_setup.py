@@ -46,6 +46,12 @@ def test_requirements_end_where_the_tests_do(monkeypatch: pytest.MonkeyPatch) ->
     assert all(core.specifier.contains(version) for version in versions)
 
 
+def test_the_pinned_triton_is_the_one_that_the_pinned_torch_asks_for() -> None:
+    """As the CUDA build's metadata say; a CPU build names no triton."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1"), "change both, by the Requires-Dist of torch's wheel"
+
+
 def set_up(checkout: Path, *extras: str, **variables: str) -> subprocess.CompletedProcess[str]:
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHONPATH"))}
