@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -61,4 +62,33 @@ def test_what_changes_nothing_is_said(config, problems):
     flags = {"rl_generation_lag": "0", "rl_inference_tensor_model_parallel_size": "1", "refit_method": "nccl"}
     assert problems(**flags) == []
     (note,) = notes(config(**flags))
-    assert note.startswith("--refit-method has no effect: the weights that train are those that generate")
+    assert note.startswith("--refit-method has no effect: rollouts read the weights that train")
+
+
+@pytest.mark.parametrize(
+    ("flags", "claims", "false"),
+    [
+        ({"rl_max_inflight_requests": "64", "rl_partial_rollouts": True}, "--rl-oversampling the prompts", "at once$"),
+        ({"rl_parallel_generation_tasks": "64", "rl_dynamic_sampling": True}, "--rl-oversampling", "at once$"),
+        ({"rl_submission_granularity": "R", "rl_partial_rollouts": True}, "a step or a resampling round", "all its"),
+        ({"rl_submission_granularity": "G", "rl_dynamic_sampling": True}, "resampling round", "all its groups"),
+        ({"rl_consumption_granularity": "G", "rl_partial_rollouts": True}, "all that it takes", "takes them together"),
+        ({"rl_durable_rollout_bank": True, "rl_partial_rollouts": True}, "without --rl-partial-rollouts", "always"),
+        ({"rl_rollout_bank_dir": "bank"}, "with --save-interval", "always"),
+        ({"rl_offload_inference_model_weights": True, "rl_rollout_quantization": "fp8"}, "8-bit copies", "copied"),
+        ({"no_bias_swiglu_fusion": True, "bf16": True}, "are not used", "always fused"),
+        ({"rl_skip_bos_token": True}, "plain text gets a begin token", "says whether"),
+        ({"inference_dynamic_batching_buffer_guaranteed_fraction": "0.1", "rl_kv_overcommit": "2"}, "overcommit",
+         "waits until"),
+        ({"log_progress": True}, "with --log-throughput FLOP/s", "of every step"),
+        ({"log_memory_to_tensorboard": True}, "of a GPU", "memory figures are"),
+        ({"timing_log_option": "all"}, "of rank 0", "minimum and maximum"),
+        ({"exit_signal_handler": True, "eval_only": True}, "training then saves", "always saves"),
+        ({"num_workers": "4"}, "processes of their own", "in the training process"),
+    ],
+)  # fmt: skip
+def test_a_note_is_true_beside_the_other_flags(config, flags, claims, false):
+    """Of each flag that has no effect: what the program does instead, with the flags that change that."""
+    flag = next(iter(flags)).replace("_", "-")
+    lines = [line for line in notes(config(**flags)) if line.split(" has no effect")[0].endswith(flag)]
+    assert len(lines) == 1 and claims in lines[0] and not re.search(false, lines[0]), lines
