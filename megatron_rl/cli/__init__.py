@@ -26,7 +26,7 @@ COMMANDS = {
     "export": ("megatron_rl.cli.export:main", "write a checkpoint as a Hugging Face directory"),
     "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
     "compare": ("megatron_rl.metrics.compare:main", "what runs were told differently, and what came of it"),
-    "convert": ("megatron_rl.cli.convert:main", "write a configuration of TRL, verl, SkyRL or NeMo-RL as ours"),
+    "convert": ("megatron_rl.cli.convert:main", "write a configuration of another trainer (TRL, verl, ...) as ours"),
     "replay": ("megatron_rl.cli.replay:main", "recompute a sample of a step: log-probs, advantage, gradient"),
     "doctor": ("megatron_rl.cli.doctor:main", "say whether this machine can run it, and how to mend what cannot"),
     "completion": ("megatron_rl.cli.completion:main", "write a script for tab completion in bash or zsh"),

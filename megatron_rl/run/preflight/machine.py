@@ -189,7 +189,7 @@ def recipe_problems(config: RLConfig) -> list[Problem]:
         text = f": there is no such recipe; use one of {', '.join(RECIPES.names())}"
         return [config.problem("rl_rollout_quantization", text)]
     storage = storage_of(name)
-    return [] if storage is None else layer_problems(config, storage.shape_problem)
+    return [] if storage is None or not config.has_shape else layer_problems(config, storage.shape_problem)
 
 
 def attention_problems(config: RLConfig) -> list[Problem]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_rl import cli
-from megatron_rl.cli.convert import ONLY_WITH, converted
+from megatron_rl.cli.convert import ONLY_WITH, converted, settings_of
 from megatron_rl.config.arguments import foreign_flags, read_flags
 
 VERL = """
@@ -68,11 +68,6 @@ cluster: {gpus_per_node: 8}
 """
 
 
-PARTS = {"max_prompt_length", "gradient_accumulation_steps", "generation_batch_size", "data.max_prompt_length",
-         "actor.ppo_mini_batch_size", "trainer.policy_mini_batch_size", "trainer.max_prompt_length"}  # fmt: skip
-"""Words that mean something with another one alone."""
-
-
 def _convert(path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, object], list[str]]:
     path.write_text(text)
     assert cli.main(["convert", str(path)]) == 0
@@ -90,14 +85,18 @@ def test_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "global-batch-size": "256", "rl-max-new-tokens": "1024", "seq-length": "1536", "lr": "1e-6",
         "rl-advantage": "dr_grpo", "grpo-clamp-eps-lower": "0.2", "grpo-clamp-eps-upper": "0.2",
         "grpo-kl-beta": "0.001", "rl-kl-estimator": "k3", "tensor-model-parallel-size": "2", "rl-temperature": "1.0",
-        "train-iters": "100", "lora-rank": "8", "lora-alpha": "16", "lora-targets": "all",
+        "train-iters": "100", "check-world-size": "2",
+        "lora-rank": "8", "lora-alpha": "16", "lora-targets": "all",
     }  # fmt: skip
-    assert comments == [
+    assert comments[:6] == [
         "# data.train_files: x.parquet  (use --langrl-env-config)",
-        "# actor.strategy: fsdp  (there is no setting here)",
+        "# actor.use_kl_loss: True  (see --grpo-kl-beta)",
+        "# actor.strategy: fsdp  (the trainer is megatron-core, its attention --attention-backend)",
+        "# algorithm.adv_estimator: grpo  (algorithm.norm_adv_by_std_in_grpo sets --rl-advantage)",
         "# trainer.test_freq: -1  (--eval-interval must be at least 1, got -1)",
-        "# trainer.experiment_name: ${trainer.project_name}  (it refers to another setting; --wandb-exp-name)",
+        "# trainer.experiment_name: ${trainer.project_name}  (it refers to another setting; use --wandb-exp-name)",
     ]
+    assert [line.partition(" is")[0] for line in comments[6:]] == ["# --langrl-env-config", "# --run-dir"]
 
 
 def test_trls_python_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +106,9 @@ def test_trls_python_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.Capt
     assert flags["recompute-granularity"] == "full" and flags["rl-loss-aggregation"] == "constant"
     assert "rl-truncated" not in flags
     assert flags["lora-rank"] == 16 and flags["lora-alpha"] == 64 and flags["lora-targets"] == ["q_proj", "v_proj"]
-    names = ["# max_steps", "# top_p", "# report_to", "# peft_config.lora_dropout"]
-    assert [line.partition(":")[0] for line in comments] == names
+    names = ["max_steps", "top_p", "report_to", "mask_truncated_completions", "peft_config.lora_dropout"]
+    missing = ["--load-hf", "--langrl-env-config", "--grpo-prompts-per-step", "--seq-length", "--train-iters"]
+    assert {re.split(": | is ", line[2:])[0] for line in comments} == {*names, *missing}
 
 
 def test_skyrls_script_of_overrides_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,9 +118,10 @@ def test_skyrls_script_of_overrides_is_parsed_and_never_run(tmp_path: Path, caps
         "global-batch-size": "1280", "rl-max-new-tokens": "1024", "seq-length": "1536", "lr": "1e-06",
         "rl-advantage": "grpo", "rl-policy-loss": "clip", "grpo-kl-beta": "0.01", "run-dir": "out",
     }  # fmt: skip
-    assert comments == [
-        "# data.train_data: ['$HOME/data/gsm8k/train.parquet']  (it refers to another setting; --langrl-env-config)",
+    assert comments[2].startswith("# data.train_data: ['$HOME/data/gsm8k/train.parquet']  (it refers to another")
+    assert [line for line in comments if not line.startswith(("# --", "# data."))] == [
         "# trainer.placement.policy_num_gpus_per_node: 4  (use torchrun --nproc-per-node)",
+        "# trainer.algorithm.use_kl_loss: True  (see --grpo-kl-beta)",
         "# trainer.algorithm.clip_ratio_c: 3.0  (it is of policy_loss_type dual_clip alone)",
     ]
 
@@ -132,16 +133,21 @@ def test_of_nemo_rl_a_section_that_is_off_is_left_out(tmp_path: Path, capsys: py
         "train-iters": "500", "grpo-kl-beta": "0.01", "grpo-clamp-eps-lower": "0.2", "grpo-clamp-eps-upper": "0.28",
         "global-batch-size": "512", "seq-length": "512", "rl-max-new-tokens": "256", "bf16": "True",
         "clip-grad": "1.0", "lr": "5e-06", "tensor-model-parallel-size": "2", "rl-temperature": "1.0",
-        "wandb-project": "math", "wandb-exp-name": "DIR",
+        "check-world-size": "2", "wandb-project": "math", "wandb-exp-name": "DIR",
     }  # fmt: skip
-    assert comments == [
+    assert [line for line in comments if not line.startswith("# --")] == [
         "# grpo.normalize_rewards: True  (there is no setting here for this value)",
         "# grpo.use_leave_one_out_baseline: True  (docs/coming_from.md says why there is none)",
         "# grpo.async_grpo.enabled: False  (its section is off)",
+        "# grpo.async_grpo.max_trajectory_age_steps: 1  (its section is off)",
         "# loss_fn.token_level_loss: True  (there is no setting here for this value)",
+        "# policy.dtensor_cfg.enabled: True  (there is no setting here)",
         "# policy.megatron_cfg.enabled: False  (its section is off)",
+        "# policy.megatron_cfg.tensor_model_parallel_size: 8  (its section is off)",
+        "# policy.megatron_cfg.optimizer.lr: 9e-06  (its section is off)",
         "# policy.optimizer.name: torch.optim.AdamW  (there is no setting here)",
         "# policy.optimizer.kwargs.betas: [0.9, 0.999]  (there is no setting here)",
+        "# policy.generation.top_k: None  (unset)",
         "# cluster.gpus_per_node: 8  (use torchrun --nproc-per-node)",
     ]
 
@@ -149,17 +155,15 @@ def test_of_nemo_rl_a_section_that_is_off_is_left_out(tmp_path: Path, capsys: py
 @pytest.mark.parametrize("word", sorted(foreign_flags()))
 def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) -> None:
     key, _, wanted = word.partition("=")
-    turned_on: dict[str, object] = {"use_peft": True} | dict([ONLY_WITH.get(key, ("use_peft", True))])
-    lines = list(converted(turned_on | {key: yaml.safe_load(wanted) if wanted else 1}))[1:]
+    turned_on: dict[str, object] = {"use_peft": True} | dict([ONLY_WITH.get(key, ("use_peft", True))[:2]])
+    lines = list(converted(turned_on | {key: yaml.safe_load(wanted) if wanted else 1}))
+    line = next(line for line in lines if re.search(rf"(# |, ){re.escape(key)}(:|,|$)", line))
     flags = re.findall(r"--([a-z-]+)", foreign_flags()[word])
-    if key in PARTS or (not flags and f"{key}=" in " ".join(foreign_flags())):
-        assert lines[-1].startswith(f"# {key}: 1  (there is no setting here"), (
-            "with this value, or without its other part"
-        )
-    elif not flags:
-        assert lines == [f"# {key}: 1  (docs/coming_from.md says why there is none)"]
-    elif not key.endswith((".use_kl_loss", "use_peft")):  # which turn on what other words say
-        assert any(flag in line for flag in flags for line in lines), lines
+    if line.startswith("# "):
+        assert re.search(r"\(.+\)$", line), "with a reason"
+        assert not flags or any(flag in line for flag in flags) or "there is no setting here for" in line
+    else:
+        assert f"--{line.partition(':')[0]}" in foreign_flags()[word]
 
 
 @pytest.mark.parametrize(
@@ -174,22 +178,108 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, "global-batch-size: 8"),
         ({"actor.kl_loss_coef": 0.1}, "# actor.kl_loss_coef: 0.1  (actor.use_kl_loss is off)"),
         ({"use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_target_modules": "all-linear"}, "lora-targets: all"),
-        ({"lora_r": 8}, "# lora_r: 8  (use_peft is off; it is --lora-rank)"),
+        ({"lora_r": 8}, "# lora_r: 8  (use_peft is off)"),
         ({"model.lora_rank": 8, "model.lora_adapter_path": "DIR"}, "load-lora: DIR"),
         (
             {"model.lora_rank": 0, "model.lora_alpha": 16},
-            "# model.lora_alpha: 16  (--lora-alpha has no effect without a rank)",
+            "# model.lora_alpha: 16  (--lora-alpha 16 has no effect without adapters; add --lora-rank",
         ),
         ({"algorithm.adv_estimator": "gae", "algorithm.norm_adv_by_std_in_grpo": False}, "rl-advantage: gae"),
+        ({"rollout.quantization": "fp8"}, "rl-rollout-quantization: fp8"),
+        ({"rollout.quantization": "torchao"}, "# rollout.quantization: torchao  (--rl-rollout-quantization torchao"),
+        ({"rollout.enforce_eager": False}, "enable-cuda-graph: true"),
+        ({"rollout.enforce_eager": True}, "# rollout.enforce_eager: True  (the default here)"),
+        ({"model.enable_gradient_checkpointing": True}, "recompute-granularity: full"),
+        ({"model.enable_gradient_checkpointing": False}, "# model.enable_gradient_checkpointing: False  (off by"),
+        ({"actor.megatron.override_transformer_config.fp8": "hybrid",
+          "actor.megatron.override_transformer_config.fp8_recipe": "tensorwise",
+          "actor.megatron.override_transformer_config.transformer_impl": "transformer_engine",
+          "rollout.dtype": "bfloat16"}, "fp8-format: hybrid"),
+        ({"policy.megatron_cfg.moe_router_dtype": "fp32"}, "# policy.megatron_cfg.moe_router_dtype: fp32  (there"),
+        ({"trainer.critic_warmup": 0}, "# trainer.critic_warmup: 0  (--rl-critic-warmup-steps 0 has no effect without"),
+        ({"algorithm.use_kl_in_reward": False}, "# algorithm.use_kl_in_reward: False  (off by default)"),
+        ({"algorithm.use_kl_in_reward": True}, "# algorithm.use_kl_in_reward: True  (--rl-kl-in-reward has no effect"),
+        ({"vllm_importance_sampling_cap": 2.0}, "# vllm_importance_sampling_cap: 2.0  (--rl-correction none has no"),
+        ({"vllm_importance_sampling_correction": True, "vllm_importance_sampling_cap": 3.0}, "rl-correction-cap: 3.0"),
+        ({"algorithm.rollout_correction.rollout_is": "token",
+          "algorithm.rollout_correction.rollout_rs": "geometric"}, "rl-correction: geometric+token_tis"),
+        ({"algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0"}, "# algorithm.rollout_correction.rollout_rs"),
+        ({"rollout.tensor_model_parallel_size": 8, "actor.megatron.tensor_model_parallel_size": 4},
+         "tensor-model-parallel-size: 4"),
+        ({"vllm_tensor_parallel_size": 4}, "check-world-size: 4"),
+        ({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8}, "check-world-size: 16"),
+        ({"rollout.tensor_model_parallel_size": 3, "trainer.nnodes": 1, "trainer.n_gpus_per_node": 8},
+         "# rollout.tensor_model_parallel_size: 3  (world size 8 is not divisible by 3"),
+        ({"trainer.logger": ["console"], "trainer.project_name": "x"}, "# trainer.project_name: x  (it is of logger"),
+        ({"learning_rate": "1e-5", "lr_scheduler_kwargs.min_lr_rate": 0.1}, "min-lr: 1e-06"),
+        ({"learning_rate": "1e-5", "lr_scheduler_kwargs.num_cycles": 2}, "lr: 1e-5"),
+        ({"fp16": True}, "# fp16: True  (there is no setting here"),
+        ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5, "num_generations": 8,
+          "generation_batch_size": 64}, "# gradient_accumulation_steps: 5  (--global-batch-size 15 does not divide"),
+        ({"x.y": None}, "# x.y: None  (unset)"),
+        ({"--rl-importance-sampling-truncation-coef": 2}, "# --rl-importance-sampling-truncation-coef: 2  (--rl-corr"),
+        ({"num_generations": 8, "max_length": 2048, "beta": 0.1}, "perform-rl-step: true"),
+        ({"--squared-relu": True}, "# --squared-relu: True  (there is no setting here)"),
+        ({"--no-masked-softmax-fusion": True}, "no-masked-softmax-fusion: True"),
+        ({"--disable-bias-linear": True}, "disable-bias-linear: True"),
+    ],
+)  # fmt: skip
+def test_settings_that_belong_together(settings: dict, line: str) -> None:
+    lines = list(converted(settings))
+    assert any(each.startswith(line) for each in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=$((1024 * 2))\nB=$((A + 512))\nx.a=$B", {"x.a": 2560}),
+        ("A=3\nB=$(((A + 1) * (2 + 2) / 3))\nx.a=${B}", {"x.a": 5}),
+        ("x.a=$((UNKNOWN * 2))", {"x.a": "$((UNKNOWN*2))"}),
+        ('D=${D:-"${HOME}/verl"}\nM=${M:-"${D}/m"}\nx.a="${M}"', {"x.a": "$HOME/verl/m"}),
+        ("F=(\n +x.a='e4m3' # why\n x.b=1\n)\nrun \"${F[@]}\" x.c=2 $@", {"x.a": "e4m3", "x.b": 1, "x.c": 2}),
+        ("O=' --lr 1e-6 --bf16 --moe-layer-freq ([0]*1+[1]*2) '\ntorchrun --nproc-per-node 8 x.py $O --seed=3",
+         {"--lr": "1e-6", "--bf16": True, "--moe-layer-freq": "([0]*1+[1]*2)", "--nproc-per-node": 8, "--seed": 3}),
+        ("p x.py --learning_rate 1e-6 --use_peft --lora_target_modules 'q_proj', 'v_proj' --num_generations=8",
+         {"learning_rate": "1e-6", "use_peft": True, "num_generations": 8,
+          "lora_target_modules": ["q_proj", "v_proj"]}),
+        ("p --system_prompt 'a: b: c'", {"system_prompt": "a: b: c"}),
+        ("x.a='[\"console\",\"wandb\"]' x.b=null", {"x.a": ["console", "wandb"], "x.b": None}),
+    ],
+)  # fmt: skip
+def test_what_scripts_write(script: str, expected: dict, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(script)
+    found = settings_of(str(tmp_path / "run.sh"))
+    assert {name if name in expected else f"--{name}": value for name, value in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        ("GRPOTrainer('Qwen/Qwen3-0.6B', reward, args=c)", "load-hf: Qwen/Qwen3-0.6B  # model"),
+        ("GRPOTrainer('Qwen/Qwen3-0.6B', reward)", "# reward_funcs: $reward  (it refers to another setting"),
+        ("trl.GRPOTrainer(train_dataset=load_dataset('a/b'))", "# train_dataset: $load_dataset('a/b')  (it refers"),
+        ("GRPOConfig(**more)", "# **: $more  (there is no setting here)"),
+        ("SFTConfig(max_length=512)", "seq-length: 512  # max_length"),
     ],
 )
-def test_settings_that_belong_together(settings: dict, line: str) -> None:
-    assert line in list(converted(settings))
+def test_what_programs_write(program: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program)
+    lines = list(converted(settings_of(str(tmp_path / "train.py"))))
+    assert any(each.startswith(line) for each in lines), lines
+    assert ("perform-rl-step: true" in lines) == ("SFT" not in program)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "line"),
-    [("a.yaml", "- 1", "it has no settings"), ("a.py", "x = (", "was never closed"), ("a.py", "x = 1", "no settings")],
+    [
+        ("a.yaml", "- 1", "it has no settings"),
+        ("a.py", "x = (", "was never closed"),
+        ("a.py", "x = 1", "no settings"),
+        ("a.py", "DPOConfig(beta=0.1)", "it calls DPOConfig; only"),
+        ("a.py", "KTOTrainer()\nLoraConfig(r=1)", "it calls KTOTrainer"),
+        ("a.yaml", "{beta: 1, max_length: 9}", "is of DPO"),
+        ("a.sh", "x.a='", "No closing quotation"),
+    ],
 )
 def test_what_cannot_be_read(
     name: str, text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
