@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.arguments import Reading, foreign_flags, value_of
+from megatron_rl.config.arguments import FOREIGN_FLAGS, Reading, foreign_flags, table, value_of
 from megatron_rl.config.model_directory import read_adapter_directory, read_model_directory
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
 from megatron_rl.config.rules import validate
@@ -39,18 +39,6 @@ VALUES = {"low_var_kl": "k3", "mse": "k2", "kl": "k1", "seq-mean-token-mean": "s
           "adamw_torch": "adam", "adamw_torch_fused": "adam", "adamw": "adam", "dual_clip": "clip",
           "reinforce++": "reinforce_plus_plus", "token_mean": "token-mean", "sequence_mean": "sequence-mean",
           "seq_mean_token_sum_norm": "constant"}  # fmt: skip
-ONLY_WITH: dict[str, tuple[str, object, object]] = {
-    "lora_r": ("use_peft", True, False),
-    "actor.kl_loss_coef": ("actor.use_kl_loss", True, False),
-    "algorithm.kl_ctrl.kl_coef": ("algorithm.use_kl_in_reward", True, False),
-    "algorithm.norm_adv_by_std_in_grpo": ("algorithm.adv_estimator", "grpo", "grpo"),
-    "trainer.project_name": ("trainer.logger", "wandb", "wandb"),
-    "trainer.experiment_name": ("trainer.logger", "wandb", "wandb"),
-    "trainer.algorithm.kl_loss_coef": ("trainer.algorithm.use_kl_loss", True, True),
-    "trainer.algorithm.clip_ratio_c": ("trainer.algorithm.policy_loss_type", "dual_clip", None),
-    "trainer.algorithm.grpo_norm_by_std": ("trainer.algorithm.advantage_estimator", "grpo", "grpo"),
-}
-"""Settings that act where another one has this value, and the other's default."""
 VARIABLE = r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)"
 """A variable of a shell script: ``${NAME}``, ``${NAME:-default}`` or ``$NAME``."""
 SUM = r"\$\(\((.*?)\)\)(?!\))"
@@ -212,7 +200,7 @@ class Conversion:
         self.lines = {} if is_supervised else {"perform-rl-step": Line(["true"], [])}
         rows: dict[str, list[Row]] = {}
         parts: dict[str, list[Row]] = {}
-        for names, sign, ours, note in _table():
+        for names, sign, ours, note in [*table(files("megatron_rl.cli") / "convert.txt"), *table(FOREIGN_FLAGS)]:
             numbers = [float(text) for name in names if re.fullmatch(ABOVE_0, text := str(settings.get(name)))]
             if sign == ", ":
                 for name, use in zip(names, ours, strict=True):
@@ -233,10 +221,12 @@ class Conversion:
 
     def _translated(self, name: str, wanted: str, use: str, note: str) -> str:
         """Write lines for a setting by its row of the table; else return the reason why there are none."""
-        value, (other, needed, default) = self.settings[name], ONLY_WITH.get(name, ("", None, None))
-        asked = self.settings.get(other, default)
-        if needed not in (asked, *(asked if isinstance(asked, list) else ())):
-            return f"{other} is off" if needed is True else f"it is of {other.rpartition('.')[2]} {needed} alone"
+        value = self.settings[name]
+        if condition := re.fullmatch(r"if ([\w.]+)=(\w+)( by default)?", note):
+            other, needed, by_default = condition.groups()
+            asked = self.settings.get(other, needed if by_default else None)
+            if needed not in map(str, asked if isinstance(asked, list) else [asked]):
+                return f"only with {other}={needed}"
         if not use:
             return note or "docs/coming_from.md says why there is none"
         if "$" in str(value):
@@ -304,19 +294,6 @@ class Conversion:
             self.lines["check-world-size"] = Line([str(size)], [])
         problems = [*reading.problems, *validate(config, config.training.check_world_size or size)]
         return config, [each for each in problems if each.flag != "--num-layers" or "load-hf" not in self.lines]
-
-
-def _table() -> Iterator[tuple[list[str], str, list[str], str]]:
-    """Yield the rows ``theirs | ours | note``: names, the sign between them, ours for each (– for none), and the note.
-
-    Those of convert.txt come before those of docs/coming_from.md; names with an asterisk are patterns.
-    """
-    tables = files("megatron_rl.cli").joinpath("convert.txt"), files("megatron_rl.config").joinpath("foreign_flags.txt")
-    for line in [line for table in tables for line in table.read_text(encoding="utf-8").splitlines()]:
-        left, right, *note = line.split(" | ")
-        sign = next((sign for sign in OPERATIONS if sign in left), ", ")
-        names, ours = left.split(sign), right.replace("–", "").split(", ")
-        yield names, sign, ours if len(ours) == len(names) else ours * len(names), "".join(note)
 
 
 def _row(name: str, value: object, rows: Mapping[str, list[Row]]) -> Row | None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import yaml
@@ -27,6 +27,7 @@ from megatron_rl.user_files import read_text
 _LONGEST_FLAG = 100
 """No flag is that long, and looking for the nearest takes the square of the length."""
 _LONGEST_FILE = 2**18
+FOREIGN_FLAGS = files(__package__) / "foreign_flags.txt"
 
 
 @dataclass(frozen=True)
@@ -218,16 +219,22 @@ def _translation(spelling: str, value: str, dashes: str = "--") -> str | None:
 def foreign_flags() -> dict[str, str]:
     """Return our names of settings of TRL and verl, empty where there is none: the tables of coming_from.md.
 
-    A row of the file is ``theirs | ours``, – where there is none. ``name=value`` is of that value alone; the first row
-    of a name holds.
+    ``name=value`` is of that value alone; the first row of a name holds.
     """
     found: dict[str, str] = {}
-    for line in files(__package__).joinpath("foreign_flags.txt").read_text(encoding="utf-8").splitlines():
-        left, right = line.split(" | ")
-        names, ours = re.split(", | [×+/] ", left.lower()), right.replace("–", "").split(", ")
-        for name, use in zip(names, ours if len(ours) == len(names) else ours * len(names), strict=True):
-            found.setdefault(name, use)
+    for names, _, ours, _ in table(FOREIGN_FLAGS):
+        for name, use in zip(names, ours, strict=True):
+            found.setdefault(name.lower(), use)
     return dict.fromkeys((name.partition("=")[0] for name in found), "") | found
+
+
+def table(file: Traversable) -> Iterator[tuple[list[str], str, list[str], str]]:
+    """Yield rows ``theirs | ours | note``: names, the sign between them, ours for each (empty for –), and the note."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        left, right, *note = line.split(" | ")
+        sign = next((sign for sign in (" × ", " + ", " / ") if sign in left), ", ")
+        names, ours = left.split(sign), right.replace("–", "").split(", ")
+        yield names, sign, ours if len(ours) == len(names) else ours * len(names), "".join(note)
 
 
 def value_of(flag: Flag, switches_on: bool, texts: Sequence[str], from_file: bool = False) -> Any:

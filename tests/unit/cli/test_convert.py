@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_rl import cli
-from megatron_rl.cli.convert import ONLY_WITH, converted, settings_of
+from megatron_rl.cli.convert import converted, settings_of
 from megatron_rl.config.arguments import foreign_flags, read_flags
 
 VERL = """
@@ -122,7 +122,7 @@ def test_skyrls_script_of_overrides_is_parsed_and_never_run(tmp_path: Path, caps
     assert [line for line in comments if not line.startswith(("# --", "# data."))] == [
         "# trainer.placement.policy_num_gpus_per_node: 4  (use torchrun --nproc-per-node)",
         "# trainer.algorithm.use_kl_loss: True  (see --grpo-kl-beta)",
-        "# trainer.algorithm.clip_ratio_c: 3.0  (it is of policy_loss_type dual_clip alone)",
+        "# trainer.algorithm.clip_ratio_c: 3.0  (only with trainer.algorithm.policy_loss_type=dual_clip)",
     ]
 
 
@@ -152,11 +152,14 @@ def test_of_nemo_rl_a_section_that_is_off_is_left_out(tmp_path: Path, capsys: py
     ]
 
 
+TURNED_ON = {"use_peft": True, "actor.use_kl_loss": True, "trainer.algorithm.policy_loss_type": "dual_clip"}
+"""What others of the table act with alone."""
+
+
 @pytest.mark.parametrize("word", sorted(foreign_flags()))
 def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) -> None:
     key, _, wanted = word.partition("=")
-    turned_on: dict[str, object] = {"use_peft": True} | dict([ONLY_WITH.get(key, ("use_peft", True))[:2]])
-    lines = list(converted(turned_on | {key: yaml.safe_load(wanted) if wanted else 1}))
+    lines = list(converted(TURNED_ON | {key: yaml.safe_load(wanted) if wanted else 1}))
     line = next(line for line in lines if re.search(rf"(# |, ){re.escape(key)}(:|,|$)", line))
     flags = re.findall(r"--([a-z-]+)", foreign_flags()[word])
     if line.startswith("# "):
@@ -176,9 +179,9 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
             "# num_generations: 0  (--grpo-group-size must be at least 1, got 0)",
         ),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, "global-batch-size: 8"),
-        ({"actor.kl_loss_coef": 0.1}, "# actor.kl_loss_coef: 0.1  (actor.use_kl_loss is off)"),
+        ({"actor.kl_loss_coef": 0.1}, "# actor.kl_loss_coef: 0.1  (only with actor.use_kl_loss=True)"),
         ({"use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_target_modules": "all-linear"}, "lora-targets: all"),
-        ({"lora_r": 8}, "# lora_r: 8  (use_peft is off)"),
+        ({"lora_r": 8}, "# lora_r: 8  (only with use_peft=True)"),
         ({"model.lora_rank": 8, "model.lora_adapter_path": "DIR"}, "load-lora: DIR"),
         (
             {"model.lora_rank": 0, "model.lora_alpha": 16},
@@ -210,7 +213,7 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
         ({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8}, "check-world-size: 16"),
         ({"rollout.tensor_model_parallel_size": 3, "trainer.nnodes": 1, "trainer.n_gpus_per_node": 8},
          "# rollout.tensor_model_parallel_size: 3  (world size 8 is not divisible by 3"),
-        ({"trainer.logger": ["console"], "trainer.project_name": "x"}, "# trainer.project_name: x  (it is of logger"),
+        ({"trainer.logger": ["console"], "trainer.project_name": "x"}, "# trainer.project_name: x  (only with"),
         ({"learning_rate": "1e-5", "lr_scheduler_kwargs.min_lr_rate": 0.1}, "min-lr: 1e-06"),
         ({"learning_rate": "1e-5", "lr_scheduler_kwargs.num_cycles": 2}, "lr: 1e-5"),
         ({"fp16": True}, "# fp16: True  (there is no setting here"),
