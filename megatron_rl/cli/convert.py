@@ -207,8 +207,8 @@ class Conversion:
                     rows.setdefault(name.partition("=")[0], []).append((name.partition("=")[2], use, note))
             elif len(numbers) < len(names):
                 parts |= {name: [("", "", f"{ours[0]} is {sign.join(names)}")] for name in names}
-            else:
-                self._put(ours[0], [f"{OPERATIONS[sign](numbers):.12g}"], names)
+            elif why := self._written(ours[0], [f"{OPERATIONS[sign](numbers):.15g}"], names):
+                parts |= {name: [("", "", why)] for name in names}
         rows = {name: row for name, row in parts.items() if self.comments.get(name)} | rows
         order = {name: number for number, name in enumerate(rows)}
         off = tuple(name[: -len("enabled")] for name, on in settings.items() if name.endswith(".enabled") and not on)
@@ -240,17 +240,23 @@ class Conversion:
             return "off by default"
         for flag, given in zip(words[::2], words[1::2], strict=True):
             found = [given.replace("X", text) for text in texts] if "X" in given else [given]
-            try:
-                if _value_of(flag.removeprefix("--"), found) is FLAGS[flag.removeprefix("--")].default is False:
-                    return "off by default"
-            except ValueError as error:
-                return f"{flag} {error}"
-            self._put(flag, found, [name])
+            if why := self._written(flag, found, [name]):
+                return why
         return ""
 
-    def _put(self, flag: str, texts: list[str], sources: list[str]) -> None:
-        """Add a line. Of two that differ the later one holds; verl's corrections by weights and by rejection join."""
+    def _written(self, flag: str, texts: list[str], sources: list[str]) -> str:
+        """Add a line, or say why not.
+
+        Of two that differ the later one holds, but verl's corrections by weights and by rejection join.
+        """
         name = flag.removeprefix("--")
+        try:
+            if _value_of(name, texts) is FLAGS[name].default is False:
+                return "off by default"
+        except ValueError as error:
+            return f"{flag} {error}"
+        if FLAGS[name].names_of and any(":" in text for text in texts):  # checking it would run it
+            return f"it names code; use {flag}"
         old = self.lines.pop(name, Line(texts, []))
         if name == "rl-correction" and ".rollout_" in sources[0] and old.sources:
             texts = [f"{old.texts[0]}+{texts[0]}"]
@@ -259,6 +265,7 @@ class Conversion:
             old.sources = []
         self.lines[name] = Line(texts, [*old.sources, *sources])
         self.comments |= dict.fromkeys(sources, "")
+        return ""
 
     def checked(self) -> list[Problem]:
         """Turn lines that `megatron-rl check` refuses into comments; return what it misses besides."""

@@ -220,6 +220,7 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
         ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5, "num_generations": 8,
           "generation_batch_size": 64}, "# gradient_accumulation_steps: 5  (--global-batch-size 15 does not divide"),
         ({"x.y": None}, "# x.y: None  (unset)"),
+        ({"max_prompt_length": 1e308, "max_completion_length": 5}, "# max_prompt_length: 1e+308  (--seq-length is"),
         ({"--rl-importance-sampling-truncation-coef": 2}, "# --rl-importance-sampling-truncation-coef: 2  (--rl-corr"),
         ({"num_generations": 8, "max_length": 2048, "beta": 0.1}, "perform-rl-step: true"),
         ({"--squared-relu": True}, "# --squared-relu: True  (there is no setting here)"),
@@ -230,6 +231,14 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
 def test_settings_that_belong_together(settings: dict, line: str) -> None:
     lines = list(converted(settings))
     assert any(each.startswith(line) for each in lines), lines
+
+
+@pytest.mark.parametrize("name", ["algorithm.adv_estimator", "rollout.quantization", "--rl-group-filter"])
+def test_code_that_a_setting_names_is_not_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass X: pass\n")
+    lines = list(converted({name: f"{tmp_path}/own.py:X", "num_generations": 8}))
+    assert any(line.startswith(f"# {name}") and "(it names code; use --rl-" in line for line in lines), lines
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
