@@ -42,8 +42,8 @@ def test_the_table_is_the_one_of_the_document_row_by_row():
 
 def test_the_document_names_each_default_that_is_not_megatrons():
     text = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    rows = [line for line in text[text.index("## Megatron-LM") :].splitlines() if line.startswith("| `--")]
-    said = {flag: row for row in rows for flag in re.findall("`(--[a-z0-9-]+)`", row.split(" | ")[0])}
+    rows = [line.split(" | ") for line in text[text.index("## Megatron-LM") :].splitlines() if line.startswith("| ")]
+    said = {flag: row[0] for row in rows for flag in re.findall("`(--[a-z0-9-]+)`", row[1])}
     told = {flag.spelling: re.search(r"Megatron's default:\s+([\w.]+)", flag.help) for flag in all_flags()}
     assert [flag for flag, value in told.items() if value and value[1] not in said.get(flag, "")] == []
 
