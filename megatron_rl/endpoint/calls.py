@@ -24,6 +24,7 @@ from megatron_rl.endpoint.pending_calls import PendingCalls
 from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine, EngineLoad
+from megatron_rl.inference.sampler import fingerprint
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Constraints, Hints, Place, Request, SamplingParams, SourcedTask, Task
 
@@ -190,7 +191,7 @@ def request_of(
     number: int, ids: Sequence[int], sampling: dict[str, Any], seed: str, choice: int, hints: dict[str, Any]
 ) -> Request:
     """Return what the engine is asked for."""
-    source = SourcedTask("endpoint", Task(seed, ""))
+    source = SourcedTask("endpoint", Task(f"{seed} {fingerprint(ids)}", ""), prompt_ids=tuple(ids))
     constraints = sampling["constraints"]
     if constraints is not None:
         constraints = Constraints(**constraints | {"logit_bias": tuple(map(tuple, constraints["logit_bias"]))})

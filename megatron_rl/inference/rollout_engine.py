@@ -262,8 +262,9 @@ class RolloutEngine(Engine):
         samples = range(place.first_sample, place.first_sample + request.num_samples)
         key = self._seed, source.environment, source.task.id, source.epoch
         # A sample may have several conversations: without the prompt they would draw the same numbers.
-        is_later = (place.turn or place.call is not None) and request.prompt_ids != source.prompt_ids
-        more = (fingerprint(request.prompt_ids), place.branch) if is_later else (place.branch,) if place.branch else ()
+        is_own = request.prompt_ids == (source.prompt_ids or request.prompt_ids)
+        more = [] if is_own else [fingerprint(request.prompt_ids)]
+        more += [place.branch] if place.branch else []
         group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *more) for sample in samples])
         self._groups[group.number] = group
         self._submitted += 1

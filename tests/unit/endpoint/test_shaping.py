@@ -108,6 +108,14 @@ def test_forced_calls_and_shapes_beside_calls(tokenizer):
     assert request_of(**row).sampling == call.sampling, "it is the same on the other ranks"
 
 
+def test_a_seed_of_the_caller_is_of_one_prompt(tokenizer):
+    """Two prompts with one seed drew the same numbers; the same prompt is to be answered alike."""
+    (call,), _ = asked(tokenizer, seed=7)
+    row = outside_sessions(call, "")
+    first, again, other = (request_of(**row | {"ids": ids}).source.task.id for ids in ((1, 2), [1, 2], (1, 3)))
+    assert first == again != other
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

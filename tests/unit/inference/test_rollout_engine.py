@@ -72,7 +72,7 @@ def test_calls_of_one_sample_draw_independent_numbers(policy: PolicyModel) -> No
     """At temperature 50 a token tells the number that drew it. With other prompts the numbers were the same."""
     prompts = [(4, 9, 17, 2), (5, 9, 17, 2), (4, 9, 17, 2), (7,)]
     places = [Place(3, call=0), Place(3, turn=1, call=1), Place(3, call=2, branch=1), Place(3, call=3)]
-    source = request(PROMPT).source
+    source = replace(request(PROMPT).source, prompt_ids=PROMPT)
     calls = [
         replace(request(prompt, index=n, max_new_tokens=40, temperature=50.0), source=source, place=place)
         for n, (prompt, place) in enumerate(zip(prompts, places, strict=True))
@@ -86,6 +86,8 @@ def test_calls_of_one_sample_draw_independent_numbers(policy: PolicyModel) -> No
     assert abs(correlations - numpy.eye(4)).max() < 0.15, correlations
     again = [replace(call, place=replace(call.place, call=10 + call.place.call)) for call in calls[::-1]]
     assert tokens(generate(policy, engine, again, seed=11))[::-1] == tokens(drawn[11]), "asked again in another order"
+    alone = generate(policy, engine, [replace(calls[0], place=Place(3))], seed=11)
+    assert tokens(alone) == tokens(drawn[11][:1]), "the task's own prompt is drawn for as without a harness"
 
 
 MIXTURE = {"add_qkv_bias": False, "num_layers": 3, "num_experts": 8, "moe_ffn_hidden_size": 24, "moe_router_topk": 3}
