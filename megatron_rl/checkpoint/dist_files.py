@@ -154,7 +154,8 @@ class DistFiles:
         with open(self._directory / place.relative_path, "rb") as file:
             file.seek(place.offset)
             content = io.BytesIO(file.read(place.length))
-        return read(content, False, f"checkpoint {str(self._directory)!r}: {_COMMON_ENTRY}")[0]
+        (common,) = read(content, False, f"checkpoint {str(self._directory)!r}: {_COMMON_ENTRY}")
+        return common
 
     def _copy(self, key: str, stored: TensorStorageMetadata, offsets: Sequence[int], target: torch.Tensor) -> int:
         """Return how many numbers were there."""
@@ -178,8 +179,8 @@ class DistFiles:
 
 def misfit(directory: Path, reason: str) -> CheckpointError:
     """Make the error of a checkpoint that holds another model."""
-    what = f"checkpoint {str(directory)!r} does not fit this model ({reason}); use the flags it was trained with"
-    return CheckpointError(what)
+    what = f"checkpoint {str(directory)!r}"
+    return CheckpointError(f"{what} does not fit this model ({reason}); use the flags it was trained with")
 
 
 def _parameters(key: str, chunk: ChunkStorageMetadata) -> Iterator[tuple[str, tuple[int, ...]]]:

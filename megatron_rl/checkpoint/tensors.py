@@ -140,7 +140,9 @@ def named_chunks(policy: PolicyModel) -> dict[str, GPTModel]:
 def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Fill the ``state`` as ``dist_checkpointing.load`` does, which would execute what pickles in the files name."""
     files = DistFiles(directory)
-    return _filled(directory, state, partial(_stored, files), files.common())
+    with _fitting(directory):
+        common = files.common()
+    return _filled(directory, state, partial(_stored, files), common)
 
 
 def _filled(
