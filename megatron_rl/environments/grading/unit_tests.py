@@ -1,4 +1,4 @@
-"""Code that has to pass tests: the last block of Python in an answer, run in a sandbox (docs/sandbox.md).
+"""Code that has to pass tests: the last Python block of an answer, run in a sandbox (docs/sandbox.md).
 
 Tests are JSON, in the forms in which data sets publish them, or plain Python::
 
@@ -17,16 +17,18 @@ defines takes the place of no builtin and of nothing that the tests bring.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from itertools import chain
 from typing import Any
 
+from megatron_rl.environments.grading.fences import parsed, python_block
 from megatron_rl.environments.grading.text import END_OF_THOUGHT
 from megatron_rl.environments.sandbox import Limits, run_python
 from megatron_rl.json_text import dumps, loads
@@ -44,12 +46,16 @@ MAX_PROGRAMS = 16
 """Of tests by standard input, those with the longest inputs: they are the hardest, and some problems have hundreds."""
 MAX_CODE = 100_000
 """Characters."""
+MAX_DIGITS = 100_000
+"""Of an integer in code, tests and results: some tests have more than the 4,300 that Python reads."""
+TOLERANCE = Decimal("1e-6")
+"""Of a float, relative to the expected one; an integer has to be equal."""
 
 PACKAGES = ("numpy",)
 """Those that tests may import besides the standard library: HumanEval+ and MBPP+ compare arrays."""
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
-_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_MARKS = re.compile(r"([][(){},;])")
 _IN_PROCESS = """
 import builtins, json, os, sys
 given = json.load(sys.stdin)
@@ -98,6 +104,17 @@ class Tests:
         return bool(self.expected) and not self.function
 
 
+@contextlib.contextmanager
+def _long_integers() -> Iterator[None]:
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(MAX_DIGITS)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@_long_integers()
 def judge(completion: str, gold: str) -> Grade:
     """Return the verdict: right where the code passes all tests of ``gold``; ``tests_passed`` is the share.
 
@@ -115,12 +132,9 @@ def judge(completion: str, gold: str) -> Grade:
 
 
 def code_of(completion: str) -> str | None:
-    """Return the last block of Python that a completion closes, after what it thought; None without one."""
+    """Return the Python of a completion, after what it thought; None without any."""
     _, thought, answer = completion.rpartition(END_OF_THOUGHT)
-    if not thought and "<think>" in completion:
-        return None
-    blocks = _BLOCK.findall(answer)
-    return blocks[-1] if blocks else None
+    return None if not thought and answer.lstrip().startswith("<think>") else python_block(answer)
 
 
 def read_tests(gold: str) -> Tests:
@@ -159,11 +173,12 @@ def _as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+@_long_integers()
 def check_tests(gold: str) -> None:
     """Raise ``ValueError`` if no answer, or every answer, would pass the tests in a text."""
     tests = read_tests(gold)
     for text in () if tests.expected else tests.inputs:
-        tree = _parsed(text)
+        tree = parsed(text)
         if tree is None:
             raise ValueError("are no Python")
         nodes = list(ast.walk(tree))
@@ -178,13 +193,6 @@ def check_tests(gold: str) -> None:
             raise ValueError(f"import {', '.join(sorted(missing))}, which the sandbox does not have")
 
 
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
 def _assertions(columns: dict[str, Any]) -> Tests:
     """MBPP's or HumanEval's columns as assertions."""
     if "test_list" in columns:
@@ -196,7 +204,7 @@ def _assertions(columns: dict[str, Any]) -> Tests:
     test, tested, prompt = "\n".join(_texts(columns["test"])), columns.get("entry_point"), columns.get("prompt")
     if not tested:
         return Tests((test,))
-    if not isinstance(prompt, str) or _parsed(prompt) is None:  # a chat, or words
+    if not isinstance(prompt, str) or parsed(prompt) is None:  # a chat, or words
         prompt = ""
     # the prompt's helpers are the tests' own here, and its beginning of the function must not hide the answer's
     return Tests((f"_tested = {tested}\n{prompt}\n{test}\ncheck(_tested)",), before=prompt)
@@ -269,12 +277,26 @@ def _results(printed: str, key: str) -> Iterator[tuple[int, Any]]:
 
 def _same_value(ours: Any, theirs: Any) -> bool:
     """APPS has some results alone and others in a list of one, and takes either."""
-    return ours == theirs or (isinstance(theirs, list) and len(theirs) == 1 and ours == theirs[0])
+    return _equal(ours, theirs) or (isinstance(theirs, list) and len(theirs) == 1 and _equal(ours, theirs[0]))
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    match ours, theirs:
+        case list(), list():
+            return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+        case dict(), dict():
+            return ours.keys() == theirs.keys() and all(_equal(ours[key], value) for key, value in theirs.items())
+        case int() | float(), float():
+            return _is_near(Decimal(ours), Decimal(theirs))
+    return ours == theirs
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Compare line by line, spaces around lines and empty ends aside; words that are numbers by value."""
-    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
+    """Compare line by line, spaces around lines and empty ends aside; numbers by value, also in brackets."""
+    ours, theirs = (
+        [list(chain(*map(_MARKS.split, line.split()))) for line in text.strip().splitlines()]
+        for text in (printed, expected)
+    )
     if list(map(len, ours)) != list(map(len, theirs)):
         return False
     words = zip(chain(*ours), chain(*theirs), strict=True)
@@ -283,6 +305,12 @@ def same_output(printed: str, expected: str) -> bool:
 
 def _same_number(ours: str, theirs: str) -> bool:
     try:
-        return len(ours) < 100 and Decimal(ours) == Decimal(theirs)
-    except InvalidOperation:
+        return Decimal(ours) == Decimal(theirs) or (
+            not theirs.lstrip("+-").isdecimal() and _is_near(Decimal(ours), Decimal(theirs))
+        )
+    except ArithmeticError:
         return False
+
+
+def _is_near(ours: Decimal, theirs: Decimal) -> bool:
+    return theirs.is_finite() and abs(ours - theirs) <= TOLERANCE * abs(theirs)

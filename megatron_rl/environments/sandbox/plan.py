@@ -160,7 +160,8 @@ def plan_for(
         files=contents,
         limits=resource_limits(limits),
         filter=seccomp.program(machine, limits.processes > 1),
-        command=[interpreter(), "-s", "-B", "-X", "utf8", PROGRAM],
+        # integers of any length: `cpu_s` bounds what they cost
+        command=[interpreter(), "-s", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", PROGRAM],
         environment=ENVIRONMENT,
     )
 
