@@ -55,7 +55,7 @@ PACKAGES = ("numpy",)
 """Those that tests may import besides the standard library: HumanEval+ and MBPP+ compare arrays."""
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
-_MARKS = re.compile(r"([][(){},;])")
+_WORDS = re.compile(r"\s+|([][(){},;])")
 _IN_PROCESS = """
 import builtins, json, os, sys
 given = json.load(sys.stdin)
@@ -287,30 +287,23 @@ def _equal(ours: Any, theirs: Any) -> bool:
         case dict(), dict():
             return ours.keys() == theirs.keys() and all(_equal(ours[key], value) for key, value in theirs.items())
         case int() | float(), float():
-            return _is_near(Decimal(ours), Decimal(theirs))
+            return _same_number(ours, str(theirs))
     return ours == theirs
 
 
 def same_output(printed: str, expected: str) -> bool:
     """Compare line by line, spaces around lines and empty ends aside; numbers by value, also in brackets."""
-    ours, theirs = (
-        [list(chain(*map(_MARKS.split, line.split()))) for line in text.strip().splitlines()]
-        for text in (printed, expected)
-    )
+    ours, theirs = ([_WORDS.split(line.strip()) for line in text.strip().splitlines()] for text in (printed, expected))
     if list(map(len, ours)) != list(map(len, theirs)):
         return False
     words = zip(chain(*ours), chain(*theirs), strict=True)
     return all(a == b or _same_number(a, b) for a, b in words)
 
 
-def _same_number(ours: str, theirs: str) -> bool:
+def _same_number(ours: str | float, theirs: str) -> bool:
     try:
-        return Decimal(ours) == Decimal(theirs) or (
-            not theirs.lstrip("+-").isdecimal() and _is_near(Decimal(ours), Decimal(theirs))
-        )
-    except ArithmeticError:
+        number, right = Decimal(ours), Decimal(theirs)
+        slack = 0 if theirs.lstrip("+-").isdecimal() else TOLERANCE * abs(right)
+        return number == right or (right.is_finite() and abs(number - right) <= slack)
+    except (ArithmeticError, TypeError):  # no numbers; None is a space
         return False
-
-
-def _is_near(ours: Decimal, theirs: Decimal) -> bool:
-    return theirs.is_finite() and abs(ours - theirs) <= TOLERANCE * abs(theirs)
