@@ -59,7 +59,7 @@ class EnvironmentConfig:
     """Seconds that an environment may take to be imported, to be set up, or to list the tasks of a split. Also the
     limit for importing and trying an extension of your own, such as a loss."""
     rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)
-    """Seconds to wait for the grades of one group; later grades count as failed."""
+    """Seconds to wait for grades while no grading worker makes progress; later grades count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)
     """Stop the run when more than this fraction of a step's grades failed."""
 

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ PATIENCE_TIMEOUTS = 20.0
 ATTEMPTS = 24
 """At a server that does not answer; with their pauses they span 40 s, in which even a busy machine has restarted it."""
 LOOKS = 20
-"""How often a request that waits looks whether it has waited for too long, until it has."""
+"""How often a request that waits looks whether it has waited for too long, until it has; an even number."""
 BACKOFF_SECONDS, LONGEST_BACKOFF = 0.1, 2.0
 """The pause doubles from the one to the other."""
 
@@ -71,8 +71,8 @@ class EnvironmentClient:
     so a server that was restarted elsewhere is found."""
 
     def __init__(self, address_file: str | Path, *, timeout: float = 60.0, list_timeout: float = LOAD_SECONDS) -> None:
-        """``timeout`` bounds one grade request from its sending to its answer, ``list_timeout`` the server's reading
-        of a data set."""
+        """``timeout`` bounds how long a grade request waits while the server's workers make no progress: a sample that
+        hangs ends at its own deadline. ``list_timeout`` bounds the server's reading of a data set."""
         self._address_file = Path(address_file)
         self._timeout, self._list_timeout = timeout, list_timeout + LIST_MARGIN
         self._counts = Counter({"requests_repeated": 0, "busy_waits": 0, "late_completions": 0})
@@ -186,7 +186,7 @@ class EnvironmentClient:
         """
         once = timeout is None
         gives_up = math.inf if once else time.monotonic() + PATIENCE_TIMEOUTS * timeout
-        attempt, server = 0, 0
+        attempt, server, beats = 0, 0, None
         while True:
             attempt += 1
             pid, status, answer = await self._try(path, timeout, body)
@@ -198,6 +198,8 @@ class EnvironmentClient:
             in_time = time.monotonic() < gives_up
             if once and status in (LOST, *BUSY):
                 raise RequestFailed("server_unreachable", problem)
+            if status in BUSY and not in_time and (now := await self._beats()) != beats:
+                gives_up, beats, in_time = time.monotonic() + PATIENCE_TIMEOUTS * timeout, now, True
             if status in BUSY and in_time:
                 self._counts["busy_waits"] += 1
                 attempt = 0  # it is there
@@ -219,7 +221,8 @@ class EnvironmentClient:
         try:
             address = wire.read_address(self._address_file)
             pid = address.pid
-            return pid, *await _within(timeout, _send(address, path, body))
+            alive = self._beats if body else None
+            return pid, *await _within(timeout, _send(address, path, body), alive)
         except wire.ServerGivenUp as fault:
             raise RequestFailed("server_unreachable", str(fault)) from None
         except TimeoutError:
@@ -228,6 +231,12 @@ class EnvironmentClient:
             return pid, 0, str(error)
         except (aiohttp.ClientError, OSError) as error:
             return pid, LOST, str(error) or type(error).__name__
+
+    async def _beats(self) -> tuple[int, int] | None:
+        """The server's process id and a number that rises while its workers make progress; None without an answer."""
+        with contextlib.suppress(RequestFailed):
+            pid, status, answer = await self._try("/v1/counters", QUICK_SECONDS, None)
+            return (pid, answer["beats"]) if status == 200 else None
 
 
 def _parts(items: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -243,21 +252,28 @@ def _parts(items: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return parts
 
 
-async def _within(seconds: float | None, request: Coroutine[Any, Any, T]) -> T:
-    """Return what ``request`` does, or raise ``TimeoutError`` after ``seconds`` in which the event loop waited for it.
+async def _within(
+    seconds: float | None, request: Coroutine[Any, Any, T], beats: Callable[[], Awaitable[object]] | None = None
+) -> T:
+    """Return what ``request`` does, or raise ``TimeoutError`` after ``seconds`` in which the event loop waited for it
+    and what ``beats`` returns did not change.
 
     The loop has its thread in common with the engine. While that computes the prompts of a large model or captures
     graphs, an answer may lie in the socket for longer than any timeout, so a pause of the loop counts as one look.
     """
     if seconds is None:
         return await request
-    task = asyncio.ensure_future(request)
+    task, before = asyncio.ensure_future(request), None
     try:
-        for _ in range(LOOKS):
+        for look in itertools.count(1):
             done, _ = await asyncio.wait({task}, timeout=seconds / LOOKS)
             if done:
                 return task.result()
-        raise TimeoutError
+            if look % (LOOKS // 2) == 0:
+                now = beats and await beats()
+                if now == before and look >= LOOKS:
+                    raise TimeoutError
+                before = now
     finally:
         task.cancel()
 

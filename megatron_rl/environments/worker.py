@@ -40,6 +40,8 @@ from megatron_rl.types import Grade
 
 OUT_OF_MEMORY = 99
 """Exit status of a worker whose memory ran out: what is left of it is not to be trusted."""
+BEAT_SECONDS = 1.0
+"""The pool hears at least as often that grades which take their time are watched."""
 LONGEST_WAIT = 3
 """Deadlines, for a worker that got no processor: on a busy machine graders of milliseconds waited four seconds for
 one, and a plain timeout called good completions hopeless."""
@@ -100,8 +102,10 @@ class _Grading:
         while True:
             busy = [worker for worker in self._workers if worker.job is not None]
             ends = min((worker.ends for worker in busy), default=None)
-            seconds = None if ends is None else max(ends - time.monotonic(), 0.0)
+            seconds = None if ends is None else min(max(ends - time.monotonic(), 0.0), BEAT_SECONDS)
             ready = wait([self._pool, *(worker.channel for worker in busy)], seconds)
+            if not ready:
+                send(self._pool, {"events": []})
             for worker in busy:
                 if worker.channel in ready or worker.is_late():
                     self._finish(worker, worker.results())

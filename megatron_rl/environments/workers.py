@@ -67,6 +67,8 @@ class WorkerPool:
         self._settings = bounds | {"environments": environments}
         self._once, self._variables = once, frozenset(variables)
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
+        self.beats = 0
+        """Messages of the process so far: it is alive while they become more."""
         self._numbers = itertools.count()
         self._asked: dict[int, Future[list[Grade]]] = {}
         self._lock = threading.Lock()
@@ -185,6 +187,7 @@ class WorkerPool:
         try:
             while True:
                 message = receive(channel)
+                self.beats += 1
                 self._counts.update(message["events"])
                 # nobody waits for one that was cancelled while it ended
                 if "id" in message and (future := self._asked.pop(message["id"], None)) is not None:

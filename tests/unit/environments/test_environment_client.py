@@ -15,6 +15,7 @@ import pytest
 
 from megatron_rl.environments import client as client_module
 from megatron_rl.environments.client import EnvironmentClient
+from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.wire import Address, read_address, write_address, write_private
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Task, Transcript
@@ -331,3 +332,28 @@ def test_a_damaged_address_file_is_a_fault(tmp_path):
         path.write_text(text)
         with pytest.raises(EnvironmentFault, match="is not the address"):
             read_address(path)
+
+
+def test_grades_that_hang_cost_no_other_sample_a_grade(hostile_path, tmp_path):
+    """Eight of them hold the two to four workers for longer than the timeout of the groups that wait behind them."""
+    (tmp_path / "list.yaml").write_text("- environment: faulty_graders:Faulty\n  grade_deadline: 0.5\n")
+    with EnvironmentServerProcess(tmp_path / "list.yaml", tmp_path) as process:
+        client = EnvironmentClient(process.address_file, timeout=2.2)
+        texts = ["hang" if number % 4 == 0 else "good" for number in range(32)]
+        items = [(Task(str(number), "?"), Transcript(text, "stop", 4)) for number, text in enumerate(texts)]
+
+        async def groups():
+            return await asyncio.gather(*[client.grade("faulty", items[at : at + 4]) for at in range(0, 32, 4)])
+
+        grades = [grade for group in asyncio.run(groups()) for grade in group]
+    assert [grade.status for grade in grades] == ["timeout" if text == "hang" else "correct" for text in texts]
+
+
+def test_a_busy_server_is_waited_for_while_its_workers_make_progress(stub, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.client.PATIENCE_TIMEOUTS", 0.02)
+    monkeypatch.setattr("megatron_rl.environments.client.BUSY_SECONDS", 0.1)
+    beats = iter(range(100))
+    monkeypatch.setattr(EnvironmentClient, "_beats", lambda self: asyncio.sleep(0, next(beats)))
+    server, client = stub(*[BUSY] * 8, ok(0.5), timeout=10.0)
+    assert grade(client)[0].reward == 0.5
+    assert next(beats) > 1

@@ -162,4 +162,4 @@ def test_refused_requests_keep_no_place():
 def test_counters_need_the_token_and_name_the_process():
     client, _ = client_of(lambda: 1.0)
     assert client.get("/v1/counters").status_code == 401
-    assert client.get("/v1/counters", headers=TOKEN).get_json() == {"pid": os.getpid(), "counters": {}}
+    assert client.get("/v1/counters", headers=TOKEN).get_json() == {"pid": os.getpid(), "counters": {}, "beats": 0}
