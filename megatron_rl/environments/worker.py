@@ -9,6 +9,7 @@ A harness's sample has a worker and a directory of its own, and no second try: t
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib
@@ -24,18 +25,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megatron_rl.environments import grading
 from megatron_rl.environments.child import adopt_orphans, die_with_parent, kill_group, kill_orphans, parent_channel
+from megatron_rl.environments.grading.fences import imported_by
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, judge_group, result_from_json, result_to_json
 from megatron_rl.environments.sandbox import require_sandbox
 from megatron_rl.environments.wire import group_from_json, item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.registry import GRADERS
+from megatron_rl.registry import GRADERS, is_file
 from megatron_rl.types import Grade
 
 OUT_OF_MEMORY = 99
@@ -45,6 +48,8 @@ BEAT_SECONDS = 1.0
 LONGEST_WAIT = 3
 """Deadlines, for a worker that got no processor: on a busy machine graders of milliseconds waited four seconds for
 one, and a plain timeout called good completions hopeless."""
+OPEN_FILES, FILE_MB = 1024, 1024
+"""Of a worker: an author's reward may log and use temporary files; what a model wrote runs in the sandbox alone."""
 ENDED_BY = {"timeout": "worker_timeouts", "worker_died": "worker_deaths"}
 """Codes after which the worker is gone, and how they are counted."""
 RETRIED = ("timeout", "worker_died", "environment_exception")
@@ -61,7 +66,7 @@ def main() -> None:
         for reference, options in settings["environments"]:
             with contextlib.suppress(Exception, SystemExit):  # told by its first request
                 # a harness is set up in its worker: what it keeps alive, threads and sockets, is no fork's to share
-                if settings["scratch"]:
+                if settings["once"]:
                     found = _class(reference)
                     _import("megatron_rl.environments.harness")
                     found.preload(options)
@@ -70,6 +75,8 @@ def main() -> None:
                     _import(*_needed_by(getattr(found, "grader", None)))
                 if found.needs_sandbox:
                     require_sandbox()  # tried out once for all workers
+        if not settings["once"]:
+            _import(*_imported_late())
         gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
         with contextlib.closing(_Grading(pool, settings)) as grading:
             grading.run()
@@ -77,7 +84,7 @@ def main() -> None:
 
 def _import(*modules: str) -> None:
     for module in modules:
-        with contextlib.suppress(ImportError):  # an environment that needs it says so with its own error
+        with contextlib.suppress(Exception, SystemExit):  # an environment that needs it says so with its own error
             importlib.import_module(module)
 
 
@@ -87,6 +94,12 @@ def _needed_by(grader: str | None) -> set[str]:
         GRADERS.module(grader)
     loaded = [vars(module) for name, module in sys.modules.items() if name.startswith(grading.__name__)]
     return {needed for names in loaded for needed in names.get("PRELOAD", ())}
+
+
+def _imported_late() -> set[str]:
+    """What functions of the files that a user named import: a worker would spend its deadline on it."""
+    files = [vars(module)["__file__"] for name, module in sys.modules.items() if is_file(name)]
+    return {name for file in files for name in imported_by(ast.parse(Path(file).read_bytes()))}
 
 
 class _Grading:
@@ -117,8 +130,7 @@ class _Grading:
     def close(self) -> None:
         for worker in list(self._workers):
             self._end(worker)
-        if self._settings["scratch"]:
-            shutil.rmtree(self._settings["scratch"], ignore_errors=True)
+        shutil.rmtree(self._settings["scratch"], ignore_errors=True)
 
     def _receive(self, message: dict[str, Any]) -> None:
         """Takes a request, or the word that nobody waits for some any more."""
@@ -135,7 +147,7 @@ class _Grading:
         """Hands results to the pool, unless a fresh worker may find others."""
         job, worker.job = worker.job, None
         code = results[0].code  # those that end or repeat a job are the same for all samples of a group
-        is_harness, was_retried = bool(self._settings["scratch"]), job.get("retried", False)
+        is_harness, was_retried = self._settings["once"], job.get("retried", False)
         retries = code in RETRIED and not was_retried and not is_harness
         events = [ENDED_BY[code]] if code in ENDED_BY else []
         if events or retries or is_harness:
@@ -172,8 +184,7 @@ class _Grading:
         self._workers.remove(worker)
         how = worker.end()
         kill_orphans({each.pid for each in self._workers})
-        if worker.folder is not None:  # now that nothing that it started writes there
-            worker.folder.cleanup()
+        worker.folder.cleanup()  # now that nothing that it started writes there
         return how
 
 
@@ -185,9 +196,9 @@ class _Worker:
         self.job: dict[str, Any] | None = None
         self.ends = 0.0
         self.channel, theirs = multiprocessing.Pipe()
-        scratch, parent = settings["scratch"], os.getpid()
-        # a completed harness's author may have made folders that nobody may enter
-        self.folder = tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) if scratch else None
+        parent, self._is_harness = os.getpid(), settings["once"]
+        # an author may have made folders that nobody may enter
+        self.folder = tempfile.TemporaryDirectory(dir=settings["scratch"], ignore_cleanup_errors=True)
         self.pid = os.fork()
         if self.pid:
             theirs.close()
@@ -201,11 +212,11 @@ class _Worker:
             with open(os.devnull, "wb") as nowhere:  # the log is a file, and to print to it would fail the grader
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
-            if self.folder is not None:
+            if self._is_harness:
                 adopt_orphans()
-                os.environ |= {"HOME": self.folder.name, "TMPDIR": self.folder.name}
-                tempfile.tempdir = None  # decided anew
-            _bound(settings)
+            os.environ |= {"HOME": self.folder.name, "TMPDIR": self.folder.name}
+            tempfile.tempdir = None  # decided anew
+            _bound(settings["memory_mb"])
             _work(theirs)
         finally:
             os._exit(0)  # never back into its parent's loop
@@ -235,7 +246,7 @@ class _Worker:
         count = _samples_of(self.job["request"])
         try:
             if not self.channel.poll(0):
-                what = "grade" if self.folder is None else "reward"
+                what = "reward" if self._is_harness else "grade"
                 return [failed("timeout", f"no {what} within {self.job['deadline_s']:g} s")] * count
             rows = receive(self.channel)
             if not isinstance(rows, list) or len(rows) != count:  # an author's code may have found the channel
@@ -257,14 +268,12 @@ class _Worker:
         return 0.0
 
 
-def _bound(settings: Mapping[str, Any]) -> None:
-    """Binds this process, the size of files aside for good: a grader to a little memory and few files, none written."""
-    # a browser or Node reserves more addresses than there is memory: of what starts programs, what is written to counts
-    memory = resource.RLIMIT_DATA if settings["file_mb"] else resource.RLIMIT_AS
+def _bound(memory_mb: int) -> None:
+    """Binds this process, the size of files aside for good."""
     bounds = {
-        memory: settings["memory_mb"] * 2**20,
-        resource.RLIMIT_NOFILE: settings["open_files"],
-        resource.RLIMIT_FSIZE: settings["file_mb"] * 2**20,
+        resource.RLIMIT_DATA: memory_mb * 2**20,  # not addresses: a browser, or CUDA's libraries, reserve many
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_FSIZE: FILE_MB * 2**20,
         resource.RLIMIT_CORE: 0,
     }
     for kind, bound in bounds.items():

@@ -28,8 +28,8 @@ from megatron_rl.types import Grade, HarnessRun, Item, Task, Transcript
 
 MOST_WORKERS = 4
 MEMORY_MB = 4096
-"""Address space of a worker, which is several times the memory in use: sympy alone maps 300 MB."""
-HARNESS_MEMORY_MB, HARNESS_OPEN_FILES, HARNESS_FILE_MB = 8192, 1024, 1024
+"""What a worker may write to: half of it is torch, where a reward imports it."""
+HARNESS_MEMORY_MB = 8192
 GONE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 """In which the workers are ended and their directories removed."""
@@ -50,22 +50,19 @@ class WorkerPool:
         *,
         memory_mb: int = MEMORY_MB,
         environments: Sequence[tuple[str, Mapping[str, Any]]] = (),
-        open_files: int = 64,
-        file_mb: int = 0,
         once: bool = False,
         variables: Collection[str] = (),
     ) -> None:
         """``workers`` defaults to the number of usable processors, 4 at most.
 
-        A worker may have ``open_files``, write files of ``file_mb`` MiB, and sees ``variables`` of this process. With
-        ``once`` it takes one sample in a directory of its own, and nothing is tried again (``for_harnesses``).
+        A worker has a temporary directory and sees ``variables`` of this process. With ``once`` it takes one sample,
+        with that as its working directory, and nothing is tried again (``for_harnesses``).
         ``environments`` (references with options), and what their graders name in ``PRELOAD``, are imported before
         any worker is forked; all else by each worker anew, within the deadline of its first request.
         """
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-        bounds = {"count": count, "memory_mb": memory_mb, "open_files": open_files, "file_mb": file_mb}
-        self._settings = bounds | {"environments": environments}
-        self._once, self._variables = once, frozenset(variables)
+        self._settings = {"count": count, "memory_mb": memory_mb, "environments": environments, "once": once}
+        self._variables = frozenset(variables)
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self.beats = 0
         """Messages of the process so far: it is alive while they become more."""
@@ -82,8 +79,8 @@ class WorkerPool:
     ) -> Self:  # fmt: skip
         """Make a pool in which each sample has its own process, at most so many at once; without ``once`` graders that
         start programs or wait for a server."""
-        bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
-        return cls(processes, environments=environments, variables=variables, once=once, **bounds)
+        more = {"variables": variables, "once": once, "memory_mb": HARNESS_MEMORY_MB}
+        return cls(processes, environments=environments, **more)
 
     def grade(
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float,
@@ -139,10 +136,9 @@ class WorkerPool:
     def close(self) -> None:
         """Ends all workers; requests that wait fail with ``EnvironmentFault``."""
         self._closed = True
-        if self._settings["file_mb"]:  # else its workers start nothing
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as end:
-                end.shutdown(socket.SHUT_WR)  # it then ends what the samples have started, and removes their files
-            self._reader.join(CLOSE_SECONDS)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)  # it then ends what the samples have started, and removes their files
+        self._reader.join(CLOSE_SECONDS)
         self._process.kill()  # its workers follow: PR_SET_PDEATHSIG
         with self._lock:  # none is being started
             self._process.kill()
@@ -173,7 +169,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         module = "megatron_rl.environments.worker"
-        scratch = tempfile.mkdtemp(prefix="harness_") if self._once else None
+        scratch = tempfile.mkdtemp(prefix="grading_")
         variables = worker_environment(self._variables)
         self._process, self._channel = start_child(module, variables, stdout=subprocess.DEVNULL)
         with contextlib.suppress(OSError):  # it has ended already, which the reader finds
@@ -182,7 +178,7 @@ class WorkerPool:
         self._reader = threading.Thread(target=self._read, args=(self._channel, self._process, scratch), daemon=True)
         self._reader.start()
 
-    def _read(self, channel: Connection, process: subprocess.Popen, scratch: str | None) -> None:
+    def _read(self, channel: Connection, process: subprocess.Popen, scratch: str) -> None:
         """Hands out the results of one process, until it ends."""
         try:
             while True:
@@ -195,8 +191,7 @@ class WorkerPool:
         except (EOFError, OSError):
             process.kill()
             process.wait()
-            if scratch is not None:
-                shutil.rmtree(scratch, ignore_errors=True)  # where it could not do so itself
+            shutil.rmtree(scratch, ignore_errors=True)  # where it could not do so itself
         with self._lock:
             asked, self._asked = self._asked, {}
             why = "the grading pool is closed" if self._closed else "the process of the grading workers ended"

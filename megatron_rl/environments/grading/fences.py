@@ -36,6 +36,13 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
+def imported_by(tree: ast.Module) -> set[str]:
+    """Return the modules that a program, or a function of it, imports; ``.`` is the package that it is in."""
+    nodes = list(ast.walk(tree))
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return imported | {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
 def _is_program(text: str) -> bool:
     """Return whether a text is Python that does something; an output such as ``[1, 2]`` does not."""
     tree = parsed(dedent(text))

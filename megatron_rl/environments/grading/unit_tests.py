@@ -28,7 +28,7 @@ from decimal import Decimal
 from itertools import chain
 from typing import Any
 
-from megatron_rl.environments.grading.fences import parsed, python_block
+from megatron_rl.environments.grading.fences import imported_by, parsed, python_block
 from megatron_rl.environments.grading.text import END_OF_THOUGHT
 from megatron_rl.environments.sandbox import Limits, run_python
 from megatron_rl.json_text import dumps, loads
@@ -186,9 +186,7 @@ def check_tests(gold: str) -> None:
         asserts = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
         if not asserts or not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in run):
             raise ValueError("assert nothing when they are run, so that every answer would pass")
-        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-        missing = {name.split(".")[0] or name for name in imported} - sys.stdlib_module_names - set(PACKAGES)
+        missing = {name.split(".")[0] or name for name in imported_by(tree)} - sys.stdlib_module_names - set(PACKAGES)
         if missing:
             raise ValueError(f"import {', '.join(sorted(missing))}, which the sandbox does not have")
 
