@@ -190,7 +190,8 @@ class Dataset(DatasetEnvironment):
         if self._template:
             messages = _from_user(COLUMN.sub(lambda found: _filled(found, row), self._template))
         elif isinstance(row.value(path), list):
-            messages = row.messages(path)
+            is_learnt = not completion and (path.endswith(CHAT.problem) or not self._reward)
+            messages = row.messages(path) if is_learnt else row.asking(path)
         else:
             messages = _from_user(row.text(path))
         if self._system and messages[0]["role"] != "system":
@@ -226,7 +227,7 @@ def _filled(found: re.Match[str], row: Row) -> str:
         return ""  # as APPS's starter_code in most rows
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         return "\n".join(value)
-    return str(value) if type(value) in (int, float) else row.text(found[1])
+    return row.text(found[1])
 
 
 def _tests(row: Row) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.environments.grading import grade, reward_range
 from megatron_rl.environments.results import checked_grade, is_right
+from megatron_rl.errors import shorten
 from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade, Task
 
@@ -55,18 +56,22 @@ def _of_trl(reference: str, function: Callable[..., Any], signature: inspect.Sig
     if inspect.iscoroutinefunction(function) or wanted & set(_NOT_HERE):
         raise ValueError(f"it is async, or asks for {' or '.join(_NOT_HERE)}, which only TRL's trainer has")
 
-    def reward(completion: str, task: Task) -> float:
+    def reward(completion: str, task: Task) -> float | Grade:
         is_chat = not isinstance(task.prompt, str)
         columns = {name: [value] for name, value in task.data["row"].items()}
         columns["prompts"] = [[dict(message) for message in task.prompt] if is_chat else task.prompt]
         columns["completions"] = [[{"role": "assistant", "content": completion}] if is_chat else completion]
         given = columns if takes_all else {name: value for name, value in columns.items() if name in wanted}
         returned = function(**given)
-        if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
-            raise TypeError(f"{reference} returned {returned!r:.60} for one completion, not a list of one number")
-        if returned[0] is None:
+        try:
+            [value] = returned  # also of an array or a tensor
+            number = value if isinstance(value, Grade | None) else float(value + 0.0)  # of a text it is a TypeError
+        except (TypeError, ValueError):
+            what = f"{reference} returned {shorten(returned)} for one completion, not a list of one number"
+            raise TypeError(what) from None
+        if number is None:
             raise NotApplicableError(f"{reference} returned None: it does not apply to this sample")
-        return returned[0]
+        return number
 
     return reward
 

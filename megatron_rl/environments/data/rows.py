@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -89,7 +90,7 @@ class Row:
         """Return the bare problem, and the chat that asks for it where there is one."""
         path = self.layout.problem
         if isinstance(self.value(path), list):
-            chat = self.messages(path)
+            chat = self.asking(path)
         else:
             text = self.text(path).strip()
             if bare_problem(text) == text:
@@ -101,16 +102,13 @@ class Row:
         return statement, chat
 
     def answer(self) -> str:
-        """Return the right answer as text; a whole number is never a float, which would damage long ones."""
-        path = self.layout.answer
-        value = self.value(path)
-        if type(value) is int:
-            return str(value)
+        """Return the right answer as text."""
+        text = self.text(self.layout.answer)
         if not self.layout.boxed:
-            return self.text(path)
-        boxes = last_boxes(self.text(path))
+            return text
+        boxes = last_boxes(text)
         if not boxes:
-            raise RowError(f"has a {path} without \\boxed{{}} around its answer")
+            raise RowError(f"has a {self.layout.answer} without \\boxed{{}} around its answer")
         return ", ".join(boxes)
 
     def tests(self) -> str:
@@ -148,8 +146,20 @@ class Row:
         return values
 
     def text(self, path: str) -> str:
-        """Return a text that is not empty."""
-        return _checked_text(self.value(path), path)
+        """Return a text that is not empty, or the digits of a number: a whole float's as those of an integer."""
+        value = self.value(path)
+        if type(value) in (int, Decimal) or (type(value) is float and abs(value) < 2**53):  # a larger one has lost some
+            number = Decimal(str(value))
+            return f"{whole if (whole := number.to_integral_value()) == number else number:f}"
+        return _checked_text(value, path)
+
+    def asking(self, path: str) -> tuple[Message, ...]:
+        """Return chat messages that a model is to answer."""
+        messages = self.messages(path)
+        if messages[-1]["role"] == "assistant":
+            why = "no answer continues the assistant's own words; end it before them"
+            raise RowError(f"has a {path} that ends with the assistant: {why}")
+        return messages
 
     def messages(self, path: str) -> tuple[Message, ...]:
         """Return chat messages, at least one."""

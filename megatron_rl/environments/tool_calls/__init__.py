@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from megatron_rl.environments.tool_calls.parser import Unreadable
+from megatron_rl.environments.tool_calls.parser import Parser, Piece, Unreadable
 from megatron_rl.environments.tool_calls.schemas import Schemas, Tools, checked_tools, fault_of, schemas_of
 from megatron_rl.errors import one_line, shorten
 from megatron_rl.json_text import dumps
@@ -20,6 +22,7 @@ DEFAULT = "hermes"
 MOST_UNREADABLE = 100
 """An answer with so many has no calls at all. Each costs time in proportion to the answer: json counts its lines."""
 BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+MARKS = re.compile(f"{BEGIN_OF_THOUGHT}|{END_OF_THOUGHT}")
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,12 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
 
     A call has the id that the model wrote, else ``call_0``, ``call_1`` ... or what its format asks for.
 
-    ``tools`` are checked. A thought is searched for no calls.
+    ``tools`` are checked. Thoughts are searched for no calls.
     """
     schemas = schemas_of(tools)
-    thought, answer = split_thought(text)
-    content, calls, problems, ids = [thought], [], [], set()
+    content, calls, problems, ids = [], [], [], set()
     reader = PARSERS.get(parser)
-    for piece in reader.read(answer, schemas):
+    for piece in _pieces(text, reader, schemas):
         if isinstance(piece, str):
             content.append(piece)
         elif isinstance(piece, Unreadable):
@@ -81,10 +83,33 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
 
 def split_thought(text: str) -> tuple[str, str]:
     """Split an answer into the model's thought, with its end mark, and what it says then; either may be empty."""
+    if not text.lstrip().startswith(BEGIN_OF_THOUGHT):  # it may be that a call's argument has an end mark
+        return "", text
     thought, mark, answer = text.partition(END_OF_THOUGHT)
-    if mark:
-        return thought + mark, answer
-    return (text, "") if text.lstrip().startswith(BEGIN_OF_THOUGHT) else ("", text)
+    return thought + mark, answer
+
+
+def _pieces(text: str, reader: Parser, schemas: Schemas) -> Iterator[Piece]:
+    """Yield the pieces of an answer, each thought as one; marks inside a call's arguments are part of the call.
+
+    An end mark without a begin mark, which the chat template may have written, ends a thought, too.
+    """
+    begin, is_thought = 0, False
+    for mark in islice(MARKS.finditer(text), MOST_UNREADABLE):
+        ends, before = mark[0] == END_OF_THOUGHT, text[begin : mark.start()]
+        if (is_thought and not ends) or (not is_thought and _ends_in_call(reader.read(before, schemas))):
+            continue
+        if ends:
+            yield before + mark[0]
+        else:
+            yield from reader.read(before, schemas)
+        begin, is_thought = mark.end() if ends else mark.start(), not ends
+    yield from [text[begin:]] if is_thought else reader.read(text[begin:], schemas)
+
+
+def _ends_in_call(pieces: Iterator[Piece]) -> bool:
+    *_, last = ["", *filter(None, pieces)]
+    return isinstance(last, Unreadable)
 
 
 @functools.cache

@@ -124,7 +124,7 @@ def test_a_file_that_is_not_there_or_is_a_folder(tmp_path):
         ({"question": "a"}, "lacks answer; it has question"),
         ({"question": " ", "answer": "b"}, "has an empty question"),
         ({"question": "a", "answer": ""}, "has an empty answer"),
-        ({"question": "a", "answer": 34}, "has answer of type int (34); it must be text"),
+        ({"question": "a", "answer": True}, "has answer of type bool (True); it must be text"),
         ({"question": "a", "answer": None}, "has answer of type NoneType (None); it must be text"),
         ({"question": "a", "answer": ["b"]}, "has answer of type list (['b']); it must be text"),
         ({"question": "a\ud800", "answer": "b"}, "has question with a broken character at 1"),
@@ -139,7 +139,7 @@ def test_a_bad_row_is_named_with_what_it_has(tmp_path, row, wanted):
 
 def test_many_bad_rows_are_counted(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_text(lines(GOOD[:1] + [{"question": "a", "answer": n} for n in range(100)]))
+    path.write_text(lines(GOOD[:1] + [{"question": "a", "answer": [n]} for n in range(100)]))
     found = problems(path)
     assert len(found) == MAX_PROBLEMS + 1
     assert found[-1] == f"FILE: {100 - MAX_PROBLEMS} more rows have problems"

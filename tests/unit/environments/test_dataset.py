@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -25,6 +28,31 @@ class TestPrompts:
         row = {"q": {"text": "P?"}, "a": 7, "answer": "no", "problem": "no"}
         [task] = train([row], prompt="q.text", answer="a", reward="exact_number")
         assert (task.prompt, task.data["gold"]) == ((user("P?"),), "7")
+
+    @pytest.mark.parametrize(
+        ("value", "gold"),
+        [(0.5, "0.5"), (33.0, "33"), (-1e-7, "-0.0000001"), (10**30, "1" + "0" * 30), (Decimal("12.50"), "12.50"),
+         (Decimal("7.00"), "7"), (Decimal("1E+3"), "1000")],
+    )  # fmt: skip
+    def test_answers_that_are_numbers(self, folder, value, gold):
+        if isinstance(value, Decimal):
+            table = pyarrow.Table.from_pylist([{"problem": "P?", "answer": value}])
+            pyarrow.parquet.write_table(table, "rows.parquet")
+            [task] = train(path="rows.parquet", reward="math", template="{problem} {answer}")
+        else:
+            [task] = train([{"problem": "P?", "answer": value}], reward="math", template="{problem} {answer}")
+        assert (task.prompt, task.data["gold"]) == ((user(f"P? {gold}"),), gold)
+
+    def test_a_prompt_that_ends_with_the_assistant_is_left_out_with_a_line(self, folder, caplog):
+        caplog.set_level("INFO")
+        talk = [user("1+1?"), assistant("2"), user("2+2?")]
+        rows = [{"prompt": [*talk, assistant("Let me")], "label": "4"}, {"prompt": talk, "label": "4"}]
+        [task] = train(rows, reward="math")
+        assert task.prompt == tuple(talk), "whole, and not cut at what the assistant said"
+        assert "1 that cannot be read" in caplog.text
+        assert "row 1 has a prompt that ends with the assistant" in caplog.text
+        [shown] = make([{"messages": talk[:2]}]).demonstrations("train")
+        assert shown.completion == "2"
 
     def test_a_template_has_columns_in_braces_and_tex_stays(self, folder):
         template = "{extra.kind} of {extra.of}: {question} Write \\boxed{answer}, \\frac{1}{2} or {}."

@@ -105,7 +105,7 @@ NEEDS = "FILE needs the columns"
         ("gsm8k", {"q": "P?", "a": "1"}, f"{NEEDS} question, answer or prompt, reward_model, extra_info or prompt, "),
         ("aime", {"problem": "P?"}, f"{NEEDS} prompt, reward_model or prompt, label or problem, answer or question, "),
         ("aime", {"problem": "P?", "solution": "It is 5."}, "FILE: row 1 has a solution without \\boxed{} around its"),
-        ("dapo", {"prompt": chat("P?"), "label": 34.0}, "FILE: row 1 has label of type float (34.0); it must"),
+        ("dapo", {"prompt": chat("P?"), "label": 2.5e16}, "FILE: row 1 has label of type float (2.5e+16); it must"),
         ("dapo", {"prompt": chat("P?"), "label": True}, "FILE: row 1 has label of type bool (True); it must be"),
         ("dapo", {"prompt": chat(f"{BEFORE} {AFTER}"), "label": "1"}, "FILE: row 1 has an empty problem in its prompt"),
     ],

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from tests.support.dataset_files import NO_TEST, grade, make, problems
+from megatron_rl.environments.workers import WorkerPool
+from megatron_rl.types import Task, Transcript
+from tests.support.dataset_files import NO_TEST, grade, make, problems, write
 
 ROW = {"question": "2 + 3?", "answer": "5", "level": 2}
 TRL = '''
+import sys, tempfile
+from megatron_rl.types import Grade
+
 def brief(completions, **columns):
     """As TRL's documents have it, for chats."""
     return [1.0 if len(chat[0]["content"]) < 4 else 0.0 for chat in completions]
@@ -34,6 +40,17 @@ def with_ids(completions, completion_ids):
 async def waits(completions, **columns):
     return [0.0]
 
+def writes(completion, row):
+    there = "sqlite3" in sys.modules
+    if not completion:
+        import not_installed
+    import sqlite3
+    with open("log.txt", "a") as log:
+        log.write(completion * 10**6)
+    with tempfile.NamedTemporaryFile("w", delete=False) as file:
+        file.write(completion)
+    return Grade(float(there), status="written", extracted=file.name)
+
 def ours(completion, row):
     return 0.5 * (completion == row["answer"])
 '''
@@ -46,6 +63,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_reward_may_write_files_and_import_in_its_functions(folder: Path) -> None:
+    """Its temporary files go with the worker; what is slow to import is there before the deadline counts."""
+    options = {"path": write("rows.jsonl", [ROW]), "reward": "trl.py:writes"}
+    with contextlib.closing(WorkerPool(1, environments=[("dataset", options)])) as pool:
+        item = (Task("0", "2 + 3?", {"row": ROW}), Transcript("5", "stop", 1))
+        [result] = pool.grade("dataset", options, [item], 20.0, 0.0)
+        assert (result.reward, result.message) == (1.0, "")
+        assert Path(result.extracted).read_text() == "5"
+    assert (folder / "log.txt").stat().st_size == 10**6
+    assert not Path(result.extracted).parent.parent.exists()
+
+
 class TestTrlsSignature:
     @pytest.mark.parametrize(
         ("name", "text", "reward"),
@@ -56,6 +85,22 @@ class TestTrlsSignature:
 
     def test_plain_text_stays_text(self) -> None:
         assert grade(make([ROW], reward="trl.py:plain", chat=False, **NO_TEST), "5").reward == 1.0
+
+    @pytest.mark.parametrize(
+        "returned",
+        ["[True]", "(1,)", "[numpy.float32(1)]", "[numpy.bool_(True)]", "[numpy.array(1.0)]", "numpy.array([1.0])",
+         "[torch.tensor(1.0)]", "torch.tensor([1])", "[torch.tensor(True)]"],
+    )  # fmt: skip
+    def test_what_trl_takes_as_a_number_is_one(self, returned: str) -> None:
+        Path("types.py").write_text(f"import numpy, torch\ndef one(completions, **columns):\n    return {returned}\n")
+        result = grade(make([ROW], reward="types.py:one", **NO_TEST), "5")
+        assert (result.reward, type(result.reward), result.correct) == (1.0, float, True)
+
+    @pytest.mark.parametrize("returned", ["['1']", "'1'", "[]", "[1, 1]", "[[1]]", "torch.tensor(1.0)", "{'a': 1}"])
+    def test_what_trl_takes_for_no_number_masks_the_sample(self, returned: str) -> None:
+        Path("types.py").write_text(f"import torch\ndef one(completions, **columns):\n    return {returned}\n")
+        result = grade(make([ROW], reward="types.py:one", **NO_TEST), "5")
+        assert result.failed and "for one completion, not a list of one number" in result.message
 
     def test_a_return_that_is_no_list_of_one_masks_the_sample(self) -> None:
         result = grade(make([ROW], reward="trl.py:shapeless", **NO_TEST), "5")

@@ -304,7 +304,7 @@ def test_a_share_is_the_reward_of_a_data_set(listed):
 
 @needs_sandbox
 def test_in_a_grading_worker():
-    """With its bounds: it writes no file, and has 4 GiB of addresses; a grade beyond its deadline ends the program."""
+    """With its bounds: a grade beyond its deadline ends the program."""
     pairs = '{"inputs": [""], "outputs": ["7"]}'
 
     def graded(pool, code, deadline_s):

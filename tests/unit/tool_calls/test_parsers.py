@@ -145,3 +145,45 @@ def test_qwen_coder_says_why_it_cannot_read(body: str, problem: str) -> None:
     parsed = read(f"<tool_call>{body}", "qwen_coder")
     assert parsed.content == f"<tool_call>{body}" and not parsed.calls
     assert len(parsed.problems) == 1 and problem in parsed.problems[0]
+
+
+SAYS = {
+    "hermes": ('<tool_call>{"name": "add", "arguments": {"a": "', '"}}</tool_call>'),
+    "mistral": ('[TOOL_CALLS][{"name": "add", "arguments": {"a": "', '"}}]'),
+    "llama": ('{"name": "add", "parameters": {"a": "', '"}}'),
+    "glm": ("<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+    "qwen_coder": ("<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>"),
+}
+
+
+@pytest.mark.parametrize("parser", SAYS)
+@pytest.mark.parametrize("argument", ["a </think> b", "</think>", "<think>", "<think>a</think> and </think>"])
+@pytest.mark.parametrize("thought", ["", "<think>draft</think>\n", "draft</think>"])
+def test_a_mark_of_thoughts_in_an_argument_is_part_of_it(parser: str, argument: str, thought: str) -> None:
+    before, after = SAYS[parser]
+    parsed = read(f"{thought}{before}{argument}{after}", parser, glm_tool(a={"type": "string"}))
+    assert [dict(call.arguments) for call in parsed.calls] == [{"a": argument}] and not parsed.problems
+    assert parsed.content == thought.strip()
+
+
+@pytest.mark.parametrize("parser", SAYS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<think>{draft}</think>{call}", ["call"]),
+        ("{draft}</think>{call}", ["call"]),
+        ("<think>a</think>So: <think>{draft}</think>{call}", ["call"]),
+        ("<think>a</think>{call}<think>{draft}</think>", ["call"]),
+        ("<think>a</think>{call}<think>{draft}", ["call"]),
+        ("<think>a</think>hm, {draft}</think>{call}", ["call"]),
+        ("{call}<think>{draft}</think>", ["call"]),
+        ("<think>{draft}", []),
+    ],
+)
+def test_a_call_that_is_drafted_in_a_thought_is_not_made(parser: str, text: str, said: list[str]) -> None:
+    before, after = SAYS[parser]
+    shown = {name: f"{before}{name}{after}" for name in ("draft", "call")}
+    whole = text.replace("{draft}", shown["draft"]).replace("{call}", shown["call"])
+    parsed = read(whole, parser, glm_tool(a={"type": "string"}))
+    assert [call.arguments["a"] for call in parsed.calls] == said
+    assert (shown["draft"] in parsed.content) and shown["call"] not in parsed.content
