@@ -137,12 +137,16 @@ class Dataset(DatasetEnvironment):
         return [row for row in rows if held_out(row.statement, self.held_out) == (split == "test")]
 
     def demonstrations(self, split: Split) -> Iterator[Demonstration]:
-        """All rows that have something to learn, also several of one prompt, in the order of the data set."""
+        """What there is to learn, in the order of the data set."""
+        return (Demonstration(row.task, row.solution, row.later) for row in self.learnt(split))
+
+    def learnt(self, split: Split) -> Iterator[Problem]:
+        """All rows that have something to learn, also several of one prompt."""
         own = self._test is not None or self.evaluation_only
         source = self._test if self._test is not None and split == "test" else self._train
-        for row in read_rows(source, self.parse, lambda _: None):
+        for row in read_rows(source, self.numbered, lambda _: None):
             if row.solution and (own or held_out(row.statement, self.held_out) == (split == "test")):
-                yield Demonstration(row.task, row.solution, row.later)
+                yield row
 
     def parse(self, row: Row) -> Problem:
         """The prompt, what is to be learnt, and what its reward wants to know."""

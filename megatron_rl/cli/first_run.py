@@ -6,6 +6,7 @@ What such a line leaves open is filled in from the data, the model and this mach
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shlex
@@ -27,6 +28,8 @@ from megatron_rl.run.memory.estimate import estimate, in_words
 from megatron_rl.run.preflight.chats import template_problems
 from megatron_rl.run.preflight.inputs import open_tokenizer
 from megatron_rl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 HEADING = "A first run in one line; what it leaves open is filled in and printed:"
 GROUP = 8
@@ -225,22 +228,30 @@ class _Settings:
         return values
 
     def _lengths(self) -> dict[str, int]:
-        """Tokens, from the longest prompt and answer of the data, as far as the model can see."""
-        prompt = self.size.prompt if isinstance(self.size.prompt, str) else tuple(self.size.prompt)
-        try:
-            asked = len(self.tokenizer.encode_prompt(prompt))
-        except ChatRefused:  # such rows are skipped, others have about its length
-            asked = len(self.tokenizer.encode(" ".join(message["content"] for message in prompt)))
+        """Tokens, from the longest answer and the longest prompt of the data that leaves room for one."""
         answered = len(self.tokenizer.encode(self.size.answer)) + 16
         limit = answered if self.sft else self.config.typed.get("rl_max_new_tokens") or max(SHORTEST_LIMIT, answered)
-        whole = -(-(asked + limit) // ALIGNMENT) * ALIGNMENT
-        seen = self.config.model.max_position_embeddings if "seq_length" not in self.config.typed else None
-        length = self.config.typed.get("seq_length") or min(whole, seen or whole)
-        if length - asked < min(limit, 16):
-            raise ConfigError([f"the longest prompt has {asked} tokens and a sequence {length}, which leaves no room"])
+        most = self.config.typed.get("seq_length") or self.config.model.max_position_embeddings or sys.maxsize
+        asked = self._longest_prompt(most - min(limit, 16))
+        length = self.config.typed.get("seq_length") or min(-(-(asked + limit) // ALIGNMENT) * ALIGNMENT, most)
         return {"seq_length": length} if self.sft else {
             "perform_rl_step": True, "seq_length": length, "rl_max_new_tokens": min(limit, length - asked)
         }  # fmt: skip
+
+    def _longest_prompt(self, most: int) -> int:
+        """Return the tokens of the longest prompt that has at most so many. A run skips longer ones."""
+        first = ""
+        for longer, (number, prompt) in enumerate(self.size.prompts):
+            try:
+                asked = len(self.tokenizer.encode_prompt(prompt if isinstance(prompt, str) else tuple(prompt)))
+            except ChatRefused:  # such rows are skipped, others have about its length
+                asked = len(self.tokenizer.encode(" ".join(message["content"] for message in prompt)))
+            if asked <= most:
+                if longer:
+                    logger.warning("--data: %d row(s) will be skipped; %s", longer, first)
+                return asked
+            first = first or f"row {number} has a prompt of {asked:,} tokens, and {most:,} leave room for an answer"
+        raise ConfigError([f"--data: {first}; so it is with the next {len(self.size.prompts) - 1:,}"])
 
     def _layout_and_batch(self, values: dict[str, Any]) -> dict[str, Any]:
         """A copy of the model on every rank if it fits, or as typed; else over several ranks, as the planner finds it

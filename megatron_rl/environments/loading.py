@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from heapq import nlargest
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from megatron_rl.environments.loader import discover, find_environment, reason_o
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
-from megatron_rl.types import Message, Task
+from megatron_rl.types import Message
 from megatron_rl.user_files import is_entry
 
 PROGRAM = "megatron_rl.environments.loading"
+MOST_LONG = 1_000
 MAX_DETAIL = 2_000
 """Characters of a line of the self-test."""
 
@@ -58,8 +60,8 @@ class DataSize:
 
     tasks: int
     """To train on."""
-    prompt: str | Sequence[Message]
-    """The longest one, in characters."""
+    prompts: Sequence[tuple[int, str | Sequence[Message]]]
+    """The longest ones in characters, at most 1,000, each with the number of its row."""
     answer: str
     """The longest right answer or completion, in characters; "" where there is none."""
 
@@ -205,18 +207,20 @@ def measure(report: Report, path: str, demonstrations: bool) -> dict[str, Any]:
     """See `data_size`."""
     report("", "the data", "it was read")
     [spec] = load_environment_specs(path)
-    environment, size, prompt, answer = spec.create(), 0, "", ""
-    pairs: Iterable[tuple[Task, str]] = ((task, str(task.data.get("gold", ""))) for task in environment.tasks("train"))
-    if demonstrations:
-        rows = environment.demonstrations("train")
-        pairs = ((row.task, " ".join([row.completion, *(turn.completion for turn in row.later)])) for row in rows)
-    for task, written in pairs:
+    environment, size, prompts, answer = spec.create(), 0, [], ""
+    for row in environment.learnt("train") if demonstrations else environment.problems("train"):
         size += 1
-        prompt, answer = max(prompt, task.prompt, key=_characters), max(answer, written, key=len)
-    return {"tasks": size, "prompt": prompt, "answer": answer}
+        gold = str(row.task.data.get("gold", ""))
+        said = " ".join([row.solution, *(turn.completion for turn in row.later)]) if demonstrations else gold
+        answer = max(answer, said, key=len)
+        prompts.append((row.number, row.prompt))
+        if len(prompts) == 2 * MOST_LONG:
+            prompts = nlargest(MOST_LONG, prompts, key=_characters)
+    return {"tasks": size, "prompts": nlargest(MOST_LONG, prompts, key=_characters), "answer": answer}
 
 
-def _characters(prompt: str | Sequence[Message]) -> int:
+def _characters(numbered: tuple[int, str | Sequence[Message]]) -> int:
+    prompt = numbered[1]
     return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
 
 

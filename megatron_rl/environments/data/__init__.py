@@ -50,6 +50,8 @@ class Problem:
     """A worked solution, where the data set has one."""
     later: tuple[LaterTurn, ...] = ()
     """The rest of a conversation that is to be learnt."""
+    number: int = 0
+    """Of its row, from 1."""
 
     @property
     def task(self) -> Task:
@@ -172,6 +174,10 @@ class DatasetEnvironment(Environment):
         statement, chat = row.problem()
         return Problem(statement, chat or self.prompt(statement), row.answer())
 
+    def numbered(self, row: Row) -> Problem:
+        """Parse a row and note its number."""
+        return replace(self.parse(row), number=row.number)
+
     def prompt(self, statement: str) -> Prompt:
         """Return what asks for a problem that is published without a prompt."""
         return dapo_prompt(statement)
@@ -193,7 +199,7 @@ class DatasetEnvironment(Environment):
             counts: Counter[str] = Counter()
             bad: list[str] = []
             most = 2 * MAX_ROWS if self.held_out else MAX_ROWS
-            rows = read_rows(source, self.parse, bad.append if self.skips_bad_rows else None)
+            rows = read_rows(source, self.numbered, bad.append if self.skips_bad_rows else None)
             kept = distinct(rows, counts, most)
             if len(kept) > most:  # it would be refused when all of it is read, which takes minutes
                 raise TooMuch([f"{source.where} has more than {most:,} different problems; give fewer"])

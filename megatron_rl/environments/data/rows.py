@@ -78,10 +78,10 @@ class Source:
 class Row:
     """One row of a data set; what its methods raise says what is missing and what is there."""
 
-    def __init__(self, values: object, layout: Layout) -> None:
+    def __init__(self, values: object, layout: Layout, number: int = 0) -> None:
         if not isinstance(values, Mapping):
             raise RowError(f"is a {type(values).__name__}, not a mapping of columns")
-        self.values, self.layout = values, layout
+        self.values, self.layout, self.number = values, layout, number
 
     def __contains__(self, column: str) -> bool:
         return column in self.values
@@ -192,7 +192,7 @@ def read_rows(source: Source, parse: Callable[[Row], T], bad: Callable[[str], No
     problems: list[str] = []
     for number, values in chain([first], rows):
         try:
-            parsed = parse(Row(values, layout))
+            parsed = parse(Row(values, layout, number))
         except RowError as error:
             (bad or problems.append)(f"{source.where}: row {number} {error}")
             continue

@@ -89,6 +89,20 @@ def test_a_model_too_large_for_a_rank_is_laid_over_several(
         tensor_and_data(5, "--pipeline-model-parallel-size", "1")  # whoever types a size lays the model out
 
 
+@pytest.mark.parametrize("words", [["--reward", "exact"], ["--sft"]])
+def test_a_row_that_is_too_long_is_skipped_and_named(words: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": "2", "completion": "2"} for number in range(40)]
+    rows[16]["prompt"] = "1+" * 200
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words += [] if "--sft" in words else ["--data-args", "prompt=prompt", "answer=answer"]
+    config = _config("--model", "model", "--data", "long.jsonl", *words, "--seq-length", "128")
+    assert config.training.seq_length == 128
+    assert "1 row(s) will be skipped; row 17 has a prompt of 400 tokens" in caplog.text
+    Path("long.jsonl").write_text("".join(json.dumps({**row, "prompt": "1+" * 99}) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="row 1 has a prompt of 198 tokens, and 112 leave room"):
+        _config("--model", "model", "--data", "long.jsonl", *words, "--seq-length", "128")
+
+
 def test_demonstrations_need_no_reward() -> None:
     config = _config("--model", "model", "--data", "shown.jsonl", "--sft")
     assert not config.training.perform_rl_step
