@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from megatron_rl.quantization.recipe import Recipe
 
 T = TypeVar("T")
-_IN = " in "
 
 
 class Registry(Generic[T]):
@@ -129,7 +128,7 @@ def import_reference(where: str) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     """Import a file once, however often it is named."""
-    name = f"{path.stem}{_IN}{path.parent}"
+    name = f"{path.stem} in {path.parent}"
     if name not in sys.modules:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise ImportError(f"{path} is not a file")
@@ -141,11 +140,6 @@ def _import_file(path: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
-
-
-def is_file(module: str) -> bool:
-    """Return whether a module of that name in ``sys.modules`` is a file that a user named."""
-    return _IN in module
 
 
 def _look_here() -> None:

@@ -65,7 +65,8 @@ class Health(Served):
 class Counters(Served):
     def get(self) -> dict[str, Any]:
         """Report what the workers did; the process id shows a restart, after which counters begin at 0."""
-        return {"pid": os.getpid(), "counters": self.service.counters(), "beats": self.service.beats()}
+        beats = sum(pool.beats for pool in self.service.pools)
+        return {"pid": os.getpid(), "counters": self.service.counters(), "beats": beats}
 
 
 class Environments(Served):

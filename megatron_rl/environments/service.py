@@ -47,7 +47,7 @@ class Service:
         self.pool = WorkerPool(**self._needs(graders)) if graders else None
         self.harnesses = WorkerPool.for_harnesses(harness_processes, **self._needs(harnesses)) if harnesses else None
         self.callers = WorkerPool.for_harnesses(WORKING, once=False, **self._needs(callers)) if callers else None
-        self._pools = [pool for pool in (self.pool, self.harnesses, self.callers) if pool is not None]
+        self.pools = [pool for pool in (self.pool, self.harnesses, self.callers) if pool is not None]
         self._list_seconds = list_seconds
         self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
         self._reading, self._in_turn = threading.Lock(), threading.Lock()
@@ -113,14 +113,10 @@ class Service:
 
     def counters(self) -> Counter[str]:
         counts: Counter[str] = Counter()
-        for pool in self._pools:
+        for pool in self.pools:
             counts.update(pool.counters())  # a sum of counters would leave out what never happened
         return counts
 
-    def beats(self) -> int:
-        """Return a number that rises as long as samples that are graded end in time or at their deadlines."""
-        return sum(pool.beats for pool in self._pools)
-
     def close(self) -> None:
-        for pool in self._pools:
+        for pool in self.pools:
             pool.close()

@@ -38,7 +38,7 @@ from megatron_rl.environments.results import failed, judge, judge_group, result_
 from megatron_rl.environments.sandbox import require_sandbox
 from megatron_rl.environments.wire import group_from_json, item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.registry import GRADERS, is_file
+from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade
 
 OUT_OF_MEMORY = 99
@@ -98,7 +98,8 @@ def _needed_by(grader: str | None) -> set[str]:
 
 def _imported_late() -> set[str]:
     """What functions of the files that a user named import: a worker would spend its deadline on it."""
-    files = [vars(module)["__file__"] for name, module in sys.modules.items() if is_file(name)]
+    named = (module for name, module in sys.modules.items() if " in " in name)  # as `registry` names it
+    files = [vars(module)["__file__"] for module in named]
     return {name for file in files for name in imported_by(ast.parse(Path(file).read_bytes()))}
 
 

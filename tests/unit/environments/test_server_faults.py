@@ -251,3 +251,18 @@ def test_a_socket_path_that_is_too_long_is_one_clear_line(tmp_path):
     assert done.stderr.splitlines()[-1].endswith("AF_UNIX path too long; choose another")
     write_address(tmp_path / "address.json", Address("unix:/nowhere/socket", "t", 1))
     assert not EnvironmentClient(tmp_path / "address.json").health()
+
+
+def test_grades_that_hang_cost_no_other_sample_a_grade(hostile_path, tmp_path):
+    """Eight of them hold the two to four workers for longer than the timeout of the groups that wait behind them."""
+    (tmp_path / "list.yaml").write_text("- environment: faulty_graders:Faulty\n  grade_deadline: 0.5\n")
+    with EnvironmentServerProcess(tmp_path / "list.yaml", tmp_path) as process:
+        client = EnvironmentClient(process.address_file, timeout=2.2)
+        texts = ["hang" if number % 4 == 0 else "good" for number in range(32)]
+        items = [(Task(str(number), "?"), Transcript(text, "stop", 4)) for number, text in enumerate(texts)]
+
+        async def groups():
+            return await asyncio.gather(*[client.grade("faulty", items[at : at + 4]) for at in range(0, 32, 4)])
+
+        grades = [grade for group in asyncio.run(groups()) for grade in group]
+    assert [grade.status for grade in grades] == ["timeout" if text == "hang" else "correct" for text in texts]

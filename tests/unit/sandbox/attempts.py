@@ -73,6 +73,11 @@ ATTEMPTS: Mapping[str, Attempt] = {
     ),
     "memory": Attempt("bytearray(600 * 2**20)\nprint('ESCAPED')", ("RLIMIT_AS",)),
     "memory without an address": Attempt("import os\nfile = os.memfd_create('x')\nprint('ESCAPED')", ("filter",)),
+    "memory in sockets": Attempt(
+        "import socket\none, _ = socket.socketpair()\none.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**22)\n"
+        "print('ESCAPED')",
+        ("filter",),
+    ),
     "processor": Attempt(
         "import time\nwhile time.process_time() < 1.6: pass\nprint('ESCAPED')", ("RLIMIT_CPU",), QUICK
     ),
