@@ -207,16 +207,12 @@ def measure(report: Report, path: str, demonstrations: bool) -> dict[str, Any]:
     """See `data_size`."""
     report("", "the data", "it was read")
     [spec] = load_environment_specs(path)
-    environment, size, prompts, answer = spec.create(), 0, [], ""
-    for row in environment.learnt("train") if demonstrations else environment.problems("train"):
-        size += 1
-        gold = str(row.task.data.get("gold", ""))
-        said = " ".join([row.solution, *(turn.completion for turn in row.later)]) if demonstrations else gold
-        answer = max(answer, said, key=len)
-        prompts.append((row.number, row.prompt))
-        if len(prompts) == 2 * MOST_LONG:
-            prompts = nlargest(MOST_LONG, prompts, key=_characters)
-    return {"tasks": size, "prompts": nlargest(MOST_LONG, prompts, key=_characters), "answer": answer}
+    environment = spec.create()
+    rows = list(environment.learnt("train") if demonstrations else environment.problems("train"))
+    said = ([row.solution, *(turn.completion for turn in row.later)] for row in rows)
+    answers = map(" ".join, said) if demonstrations else (str(row.task.data.get("gold", "")) for row in rows)
+    longest = nlargest(MOST_LONG, ((row.number, row.prompt) for row in rows), key=_characters)
+    return {"tasks": len(rows), "prompts": longest, "answer": max(answers, key=len, default="")}
 
 
 def _characters(numbered: tuple[int, str | Sequence[Message]]) -> int:

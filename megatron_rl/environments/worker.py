@@ -99,8 +99,8 @@ def _needed_by(grader: str | None) -> set[str]:
 def _imported_late() -> set[str]:
     """What functions of the files that a user named import: a worker would spend its deadline on it."""
     named = (module for name, module in sys.modules.items() if " in " in name)  # as `registry` names it
-    files = [vars(module)["__file__"] for module in named]
-    return {name for file in files for name in imported_by(ast.parse(Path(file).read_bytes()))}
+    nodes = (node for module in named for node in ast.walk(ast.parse(Path(module.__file__).read_bytes())))
+    return {name for node in nodes if isinstance(node, ast.FunctionDef) for name in imported_by(node)}
 
 
 class _Grading:

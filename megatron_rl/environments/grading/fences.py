@@ -20,7 +20,7 @@ def python_block(answer: str) -> str | None:
 
     An answer without any block may be a program itself.
     """
-    blocks = [(language, code) for language, code in _blocks(answer) if code.strip()]
+    blocks = [(language, code) for language, code in _blocks(answer) if code.strip()[:3] not in ("", ">>>")]
     if not blocks:
         return answer if _is_program(answer) else None
     named = [code for language, code in blocks if _PYTHON.fullmatch(language)]
@@ -36,7 +36,7 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
-def imported_by(tree: ast.Module) -> set[str]:
+def imported_by(tree: ast.AST) -> set[str]:
     """Return the modules that a program, or a function of it, imports; ``.`` is the package that it is in."""
     nodes = list(ast.walk(tree))
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

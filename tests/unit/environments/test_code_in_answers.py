@@ -30,6 +30,7 @@ def indented(text: str, by: str) -> str:
     [
         *(f"{F}{other}\nx\n{F}\n\n{BLOCK}" for other in ("json", "cpp", "c++", "pseudo", "diff", "bash", "text", "")),
         *(f"{BLOCK}\nIt prints:\n{F}{other}\n3\n{F}" for other in ("bash", "text", "output", "pycon", "console", "")),
+        f"{BLOCK}\n{F}python\n>>> add(1, 2)\n3\n{F}",
         f"{F}diff\n-a\n{F}\n\nText\n\n{BLOCK}\n\n{F}bash\nx\n{F}",
         f"{F}\n{ADD}{F}\nIt prints:\n{F}\n[1, 2]\n{F}",
         f"{F}html\n<b>\n{F}\n{F}\n{ADD}{F}",
