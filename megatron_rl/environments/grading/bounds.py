@@ -25,7 +25,7 @@ MAX_BITS = 40_000
 MAX_FACTORIAL = 3_000
 
 _OPENING, _CLOSING = "([{", ")]}"
-_FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|\\begin\{.*?\\end\{", re.DOTALL)
+FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|\\begin\{.*?\\end\{", re.DOTALL)
 
 
 class OutOfTime(BaseException):
@@ -64,11 +64,6 @@ def too_deep(answer: str) -> bool:
         if depth > MAX_DEPTH:
             return True
     return False
-
-
-def text_of_short_formulas(prose: str, longest: int) -> str:
-    """Return the prose without its formulas of more than ``longest`` characters."""
-    return _FORMULA.sub(lambda formula: formula[0] if len(formula[0]) <= longest else " ", prose)
 
 
 def too_large(expression: Any) -> bool:
@@ -110,7 +105,7 @@ def _bits_of_compound(expression: Any) -> float:
         return sum(parts)
     if isinstance(expression, sympy.Pow):
         exponent = arguments[1]
-        exact = isinstance(exponent, sympy.Rational)
+        exact = isinstance(exponent, (sympy.Rational, sympy.Float))
         return parts[0] * max(abs(float(exponent)) if exact else 2.0 ** min(parts[1], 64), 1.0)
     if isinstance(expression, (sympy.factorial, sympy.binomial, sympy.gamma, sympy.factorial2, sympy.subfactorial)):
         exact = [abs(int(argument)) for argument in arguments if isinstance(argument, sympy.Integer)]

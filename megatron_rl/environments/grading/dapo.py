@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from megatron_rl.environments.grading.text import without_thought
 from megatron_rl.types import Grade
 
 REWARDS = (-1.0, 1.0)
@@ -49,7 +50,7 @@ _SHAPES = (
 def judge(completion: str, gold: str) -> Grade:
     lines = _ANSWER_LINE.findall(completion[-TAIL:])
     extracted = normalised(lines[-1] if lines else INVALID)
-    if extracted == normalised(gold):
+    if extracted == normalised(without_thought(gold)):
         return Grade(REWARDS[1], status="correct", extracted=extracted)
     return Grade(REWARDS[0], status="wrong", extracted=extracted) if lines else Grade(REWARDS[0], status="no_answer")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from megatron_rl.environments.grading.text import final_part, last_boxes, plain_signs
+from megatron_rl.environments.grading.text import final_part, last_boxes
 from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)
@@ -28,7 +28,7 @@ _FRACTION = re.compile(r"\\[dt]?frac\s?\{(\d{1,100})\}\s?\{(\d{1,100})\}")
 
 def judge(completion: str, gold: str) -> Grade:
     """Return the verdict on a completion; ``ValueError`` for a gold answer without a number."""
-    gold = plain_signs(gold)
+    gold = final_part(gold)
     wanted = _distinct(_marked(gold) or gold)
     if len(wanted) != 1:
         raise ValueError(f"the gold answer {gold[:100]!r} is not one number")

@@ -12,17 +12,20 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from itertools import product
 from typing import Any
 
 from megatron_rl.environments.grading.bounds import (
+    FORMULA,
     GRADE_SECONDS,
     OutOfTime,
     processor_time,
-    text_of_short_formulas,
     too_deep,
     too_large,
 )
-from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line, plain_signs
+from megatron_rl.environments.grading.tex import normalised, readings
+from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line
+from megatron_rl.environments.grading.values import same
 from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)
@@ -36,16 +39,10 @@ MAX_PROSE = 4_000
 MAX_DIGITS = 1_000
 
 _NUMBER = re.compile(
-    r"-?\\?[$\u20ac\u00a3]?\s?-?(?:\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|\d+(?:[.,]\d+)?|\.\d+)"
-    r"\s?(?:[$\u20ac\u00a3]|\\?%|percent\w*|pct)?\.?"
+    r"-?\\?[$\u20ac\u00a3]?\s?-?(?:\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|\d+(?:[.,]\d+)?|\.\d+)\s?(?:\\?[$\u20ac\u00a3])?\.?"
 )
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+")
-_DIGIT_GROUP = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,:;]|,\\ )\s?(?=\d{3})")
 _MEMBER = re.compile(r"^\s*[a-zA-Z]\s*(?:\\in(?![a-z])|\u2208)")
-_BRACKETED = re.compile(r"(?<![\\\w(\[])\[\s?(-?[\d./]{1,40})\s?\]")
-_LEADING_PLUS = re.compile(r"(?:^|(?<=[=:])|(?<=\*\*)|(?<=[=:]\s)|(?<=[^\W\d_]{2}\s))\+(?=[\d.])")
-_LAST_TUPLE = re.compile(r"(?<![^\s=:])(?:\\?\{|[(\[])[^()\[\]]{1,120},[^()\[\]]{1,120}[)\]}](?=[\s.]*$)")
-_ENDS = re.compile(r"\d|\\infty|\u221e")
 _TEX_WORD = re.compile(
     r"\\(?:begin|end|text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{[^{}]*\}|\\[a-zA-Z]+"
 )
@@ -53,16 +50,19 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _FUNCTIONS = frozenset(
     ["sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "mod", "and", "or", "dx", "dy", "dt"]
 )
-_MATH = re.compile(r"\$|\\\(|\\\[")
+_MATH = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _AFTER_IDEOGRAPH = re.compile(r"(?<=[\u3040-\u9fff\uff00-\uffef])(?=[-\d\\])")
-_SIGNS = str.maketrans(
-    {
-        "\u00d7": "\\times ", "\u00f7": "/", "\u00b7": "\\cdot ", "\u03c0": "\\pi ", "\u221e": "\\infty ",
-        "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ", "\u222a": "\\cup ", "\u2229": "\\cap ",
-        "\u00b1": "\\pm ", "\u00b2": "^{2}", "\u00b3": "^{3}", "\u00b0": "^{\\circ}", "\u2208": "\\in ",
-    }
-)  # fmt: skip
-_ROOT = re.compile(r"\u221a\s?(?:\(([^()]{1,80})\)|(\w+))")
+_POINT_NAME = re.compile(r"^\s*(?:[A-Z]|\\text\s?\{(?![^{}]*\bnot?\b)[a-zA-Z ]+\})\s*(?=(?:\\left)?\([^()]*,.*\)$)")
+_LETTERS = re.compile(
+    r"\\(?:text\w*|math\w+|mbox|operatorname)\s?\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-zA-Z])(?!i[fnst])[a-zA-Z]{1,2}(?![a-zA-Z])"
+)
+_INDEX = re.compile(r"_\s?(?:i|\{[^{}]*i)|(?<![a-zA-Z])i\s?(?:=|\\in|<|\\le)")
+_DECORATION = re.compile(r"(?<![\w)])([*`]{1,3})(?=[^\s*`])([^*`\n]{1,80})(?<=\S)\1(?![\w(])")
+_NEGATED = re.compile(
+    r"(?i)(?:\bnot|\bcannot|n't|\bnever|\binstead of|\brather than)\s(?:(?:be|equal|to|exactly|the|answer)\s){0,3}"
+    r"\$?-?[\d.,]+\$?"
+)
+_SAID = re.compile(r"(?i)(?:\b(?:is|are|be|in|either|equals)\b\s?:?|[=:])(?!\s*[a-z]\()")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
 
@@ -94,14 +94,25 @@ def _timed_status(answer: str, boxed: bool, gold: str) -> str:
 
 
 def _status(answer: str, boxed: bool, gold: str) -> str:
-    parsed = read_answer(answer, boxed)
+    gold = final_part(gold)
+    if boxes := last_boxes(gold):
+        gold = ", ".join(boxes)
+    if _too_large(answer):
+        return "unparsable"
+    answer, right = normalised(answer), normalised(gold)
+    wanted = [value for text in readings(right, answer) for value in read_answer(text, bool(boxes))]
+    if not wanted:
+        raise ValueError(f"the gold answer {gold[:100]!r} cannot be parsed")
+    parsed = [value for text in readings(answer, right) for value in read_answer(text, boxed)]
     if not parsed:
         return "unparsable"
-    wanted = read_gold(gold)
-    compared = [_compared(found, wanted) for found in parsed]
-    if any(map(too_large, compared)) and not _same(wanted, compared):
-        return "unparsable"
-    return "correct" if _equal(wanted, parsed) else "wrong"
+    large = any(map(too_large, parsed))
+    if large or any(map(too_large, wanted)):  # equal as they stand, or not; nothing is computed
+        pairs = [_aligned(*pair) for pair in product(wanted, parsed) if not isinstance(pair[1], str)]
+        return "correct" if any(one == other for one, other in pairs) else "unparsable" if large else "wrong"
+    searched = not boxed and _MATH.search(_without_delimiters(answer))
+    pairs = [(one, other) for one, other in product(wanted, parsed) if searched or _holds(one, other)]
+    return "correct" if any(_equal(*_aligned(*pair)) for pair in pairs) else "wrong"
 
 
 def _answer(text: str) -> tuple[str, bool]:
@@ -111,21 +122,11 @@ def _answer(text: str) -> tuple[str, bool]:
     """
     boxes = last_boxes(text)
     if boxes:
-        return (", ".join(boxes) if all(boxes) else ""), True
+        return ", ".join(boxes), True
     if "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0].strip(), False
     line = marked_line(text)
     return (text[-MAX_PROSE:].strip() if line is None else line), False
-
-
-def read_gold(gold: str) -> list[Any]:
-    """Return the gold answer, parsed; its text when that is all it is."""
-    gold = plain_signs(gold).strip()
-    boxes = last_boxes(gold)
-    parsed = read_answer(", ".join(boxes), True) if boxes else read_answer(gold, False)
-    if not parsed:
-        raise ValueError(f"the gold answer {gold[:100]!r} cannot be parsed")
-    return parsed
 
 
 def read_answer(answer: str, boxed: bool) -> list[Any]:
@@ -134,41 +135,44 @@ def read_answer(answer: str, boxed: bool) -> list[Any]:
 
     if _too_large(answer):
         return []
-    answer = _DIGIT_GROUP.sub(",", answer)
-    if _NUMBER.fullmatch(answer):
-        number = parse(answer.lstrip("\\").rstrip("."), [ExprExtractionConfig()], parsing_timeout=None)
-        if not _DECIMAL_COMMA.fullmatch(answer):
+    answer = (answer if boxed else _DECORATION.sub(r"\2", answer)).strip().lstrip("=+ ").rstrip(",;: ")
+    bare = _without_delimiters(answer)
+    if _NUMBER.fullmatch(bare):
+        number = parse(bare.lstrip("\\").rstrip("."), [ExprExtractionConfig()], parsing_timeout=None)
+        if not _DECIMAL_COMMA.fullmatch(bare):
             return number
-        # "1,5" is a list in a box; elsewhere it may as well be the number that half of the world writes so
-        return _parsed_tex(answer) + ([] if boxed else number)
+        # "1,5" is a list in TeX; elsewhere it may as well be the number that half of the world writes so
+        return _parsed_tex(bare) + ([] if boxed or bare[0] != answer[0] else number)
     spaced = _AFTER_IDEOGRAPH.sub(" ", answer)
     if not boxed and _is_prose(spaced):
-        if found := _last_tuple(spaced):
-            return _parsed_tex(found)
-        plain = _LEADING_PLUS.sub("", _BRACKETED.sub(r" \1 ", spaced))
-        return parse(text_of_short_formulas(plain, MAX_ANSWER), parsing_timeout=None)
+        plain = _NEGATED.sub(" ", spaced)
+        end = plain[-MAX_ANSWER // 2 :]
+        for mark in _SAID.finditer(end):  # "it is 7 or 8", "the point is (3, 4)"
+            said = end[mark.end() :]
+            expected = end[: mark.start()].endswith("answer ") or (re.search(r"[\d\\]", said) and not _has_words(said))
+            if expected and not _is_prose(said) and said.count(")") <= said.count("(") + said.count("["):
+                return read_answer(said, False)
+        short = FORMULA.sub(lambda found: _with_unit(found[0]) if len(found[0]) <= MAX_ANSWER else " ", plain)
+        return parse(short, parsing_timeout=None)
     return _parsed_tex(answer)
-
-
-def _last_tuple(prose: str) -> str:
-    """The pair, interval or set of numbers that ends a sentence without formulas; "" where there is none.
-
-    math-verify searches such prose for numbers alone.
-    """
-    found = None if _MATH.search(prose) else _LAST_TUPLE.search(prose)
-    if not found or not _ENDS.search(found[0]) or _NUMBER.fullmatch(found[0][1:-1]) or _has_words(found[0]):
-        return ""
-    return "\\" * (found[0][0] == "{") + found[0][:-1].rstrip("\\") + "\\" * (found[0][-1] == "}") + found[0][-1]
 
 
 def _parsed_tex(answer: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    tex = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", _without_delimiters(answer)).translate(_SIGNS)
-    tex = _MEMBER.sub("", tex).rstrip("\\").replace("**", "^")
+    tex = _POINT_NAME.sub("", _MEMBER.sub("", _without_delimiters(answer))).rstrip("\\").replace("**", "^")
+    tex = re.sub(r"^\{([^{}]*,[^{}]*)\}$", r"\\{\1\\}", re.sub(r"(?<=\d)\s+(?=\d)", ", ", tex))
+    tex = _with_unit(tex)
     # priority 0 and no other anchor: the box is read as a whole or not at all
     config = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     return parse(f"\\boxed{{{tex}}}", [config], parsing_timeout=None)
+
+
+def _with_unit(tex: str) -> str:
+    """``2i`` and ``bi`` with the parser's name of the imaginary unit, ``I``; words and indices stay."""
+    if _INDEX.search(tex):
+        return tex
+    return _LETTERS.sub(lambda part: part[0] if part[0][0] == "\\" else part[0].replace("i", "{I}"), tex)
 
 
 def _is_prose(answer: str) -> bool:
@@ -197,30 +201,51 @@ def _too_large(answer: str) -> bool:
     return len(answer) > longest or too_deep(answer) or bool(re.search(rf"\d{{{MAX_DIGITS}}}", answer))
 
 
-def _equal(gold: list[Any], parsed: list[Any]) -> bool:
+def _aligned(wanted: Any, found: Any) -> tuple[Any, Any]:
+    """What is compared: of an equation, unless the other one is one too, the last right side."""
+    from math_verify.grader import is_assignment_relation, is_equation, take_last_relation
+
+    if is_equation(found) and not is_equation(wanted):
+        return wanted, take_last_relation(found).rhs
+    if is_assignment_relation(wanted) and not is_equation(found):
+        return take_last_relation(wanted).rhs, found
+    return wanted, found
+
+
+def _equal(wanted: Any, found: Any) -> bool:
     from math_verify import verify
+    from sympy import Symbol
 
-    if any(_almost(wanted, found) for wanted in gold[:1] for found in parsed[:1]):
-        return False
-    return bool(verify(gold, parsed, timeout_seconds=None))
-
-
-def _compared(found: Any, wanted: list[Any]) -> Any:
-    """What math-verify compares: of an equation, unless one is wanted, the last right side."""
-    from math_verify.grader import is_equation, take_last_relation
-
-    if is_equation(found) and not any(map(is_equation, wanted)):
-        return take_last_relation(found).rhs
-    return found
-
-
-def _same(gold: list[Any], parsed: list[Any]) -> bool:
-    """Return whether an answer with too large numbers to compare equals the gold answer as text, without computing."""
-    return any(wanted == found for wanted in gold for found in parsed if not isinstance(found, str))
+    verdict = same(wanted, found)
+    word = isinstance(wanted, Symbol) or isinstance(found, Symbol)  # the other side may have it as a product of letters
+    if verdict is not None and (verdict or not word):
+        return verdict
+    equal = verify([wanted], [found], timeout_seconds=None)
+    if word or not equal:
+        return equal
+    members, others = _members(wanted), _members(found)
+    return len(members) != len(others) or all(
+        any(same(member, other) is not False for other in others) for member in members
+    )
 
 
-def _almost(wanted: Any, found: Any) -> bool:
-    """Two numbers that differ though rounding would call them equal: an integer has no tolerance."""
-    from sympy import Float, Integer
+def _members(value: Any) -> list[Any]:
+    """What a set, tuple, interval or matrix is made of, and the sides of an assignment."""
+    from sympy import Eq, Expr, MatrixBase, Set, Tuple
 
-    return isinstance(wanted, Integer) and isinstance(found, (Integer, Float)) and not (found - wanted).is_zero
+    if isinstance(value, MatrixBase):
+        return value.flat()
+    if isinstance(value, (Set, Tuple)) or (isinstance(value, Eq) and value.lhs.is_Symbol):
+        return [member for part in value.args for member in _members(part)]
+    return [value] if isinstance(value, Expr) else []
+
+
+def _holds(wanted: Any, found: Any) -> bool:
+    """Return whether no numbers are called equal that are not: 8 = 7 is no answer where 7 is wanted."""
+    from math_verify.grader import is_equation
+
+    if isinstance(found, str) or not is_equation(found) or is_equation(wanted):
+        return True
+    sides = [side for equation in getattr(found, "_unsorted_args", [found]) for side in equation.args]
+    numbers = [side for side in sides if not side.free_symbols]
+    return all(same(numbers[-1], number) is not False for number in numbers)

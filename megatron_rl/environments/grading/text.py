@@ -18,14 +18,23 @@ _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"), None)
 _SIGNS = _FULL_WIDTH | _DASHES | _SPACES | _INVISIBLE | {0x3002: "."}
 
 _SPECIAL_TOKEN = re.compile(r"<\|\w{1,32}\|>")
-_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_BOX = re.compile(r"\\f?boxed\s{0,4}")
+_ANSWER_TAG = re.compile(r"(?i)<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\(?:f?boxed|fbox)\s{0,4}")
+_BLANK = (
+    r"(?:[\s.?_\u2026\[\]<>]|\\(?:[lc]?dots|cdot)|\\[_,;:! ]|\\q?quad|\\square"
+    r"|\b(?:the|your|my|final|correct|answer|result|solution|value|number|expression|here)\b){0,40}"
+)
+# a box that is named or shown, not filled in: "put it inside \boxed.", "\boxed{}", "\boxed{...}", "\boxed{your answer}"
+_PLACEHOLDER = re.compile(
+    rf"(?i)\\(?:f?boxed|fbox)(?:\s{{0,4}}\{{(?:{_BLANK}|\s?\\text\s?\{{{_BLANK}\}}\s?)\}}"
+    r"|(?![a-z]|\s{0,4}(?:\{|[-+.]?\d|(?!a\b|i\b)[a-z]\b)))"
+)
 _BRACKET = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;.]|\\[()\[\]]|\\q?quad|\\[,;:! ]|and|or|&|\\text\{[^{}]{0,40}\b(?:and|or)\b[^{}]{0,40}\}){0,60}"
 )
 _CONNECTOR = re.compile(r"and|or|[,;&]")
-_WORD = re.compile(r"[-\w./]{1,40}")
+_WORD = re.compile(r"[-+\w./]{1,40}")
 _ANSWER_MARK = re.compile(r"(?i)\b(?:answer|r\u00e9ponse|respuesta|antwort)\**\s{0,4}:|(?:\u7b54\u6848|\u7b54)\s{0,4}:")
 
 
@@ -34,12 +43,18 @@ def plain_signs(text: str) -> str:
     return text.translate(_SIGNS)
 
 
+def without_thought(text: str) -> str:
+    """Return what follows the reasoning, without the spaces around it."""
+    return text.rpartition(END_OF_THOUGHT)[2].strip()
+
+
 def final_part(completion: str) -> str:
     """Return the end of the completion that can hold the answer: after the reasoning, inside the last answer tag.
 
+    Boxes without an answer in them are left out.
     Reasoning that was opened and never closed holds no answer: the model was cut off while it thought.
     """
-    text = plain_signs(completion[-TAIL:])
+    text = _PLACEHOLDER.sub("", plain_signs(completion[-TAIL:]))
     _, closed, after = text.rpartition(END_OF_THOUGHT)
     if closed:
         text = after
@@ -69,8 +84,10 @@ def last_boxes(text: str) -> list[str]:
 
 
 def _connects(between: str) -> bool:
-    """Return whether two boxes with this between them are one answer; a line break alone starts another."""
-    return len(between) < 400 and bool(_BETWEEN_BOXES.fullmatch(between) and _CONNECTOR.search(between))
+    """Return whether two boxes with this between them are one answer: side by side, or with a comma or an "and"."""
+    if len(between) >= 400 or not _BETWEEN_BOXES.fullmatch(between):
+        return False
+    return bool(_CONNECTOR.search(between)) or not ("\n" in between or "." in between)
 
 
 def marked_line(text: str) -> str | None:
