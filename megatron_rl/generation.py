@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
+from megatron_rl.endpoint.calls import Call, Endpoint, failing_alone, outside_sessions, request_of
 from megatron_rl.errors import ConfigError, shorten
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import build_model
@@ -153,7 +153,8 @@ def serve(generator: Generator, endpoint: Endpoint | None, stop: Callable[[], bo
             return
         rows, cancelled = news
         for row in rows:
-            engine.submit(request_of(**row))
+            with failing_alone(endpoint, row["number"]):
+                engine.submit(request_of(**row))
         engine.cancel(cancelled)
         answers = engine.step() if engine.has_unfinished else []
         if endpoint is not None:

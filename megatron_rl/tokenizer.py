@@ -110,6 +110,12 @@ class Tokenizer:
         return {**dict(named), **{token.content: number for number, token in added if token.special}}
 
     @cached_property
+    def unsplit_tokens(self) -> dict[str, int]:
+        """Text -> id of all tokens that are found before a text is split: special ones, and Qwen's ``<tool_call>``."""
+        added = self._backend.added_tokens_decoder.items()
+        return {**self.special_tokens, **{token.content: number for number, token in added}}
+
+    @cached_property
     def _beginning(self) -> list[int]:
         """The beginning-of-text token, if the tokenizer puts one before plain text."""
         bos = getattr(self._backend, "bos_token_id", None)
@@ -266,15 +272,13 @@ class Tokenizer:
         return text.encode()
 
     def for_grammars(self) -> Any:
-        """Return this vocabulary as llguidance's ``LLTokenizer``; takes a second.
+        """Return this vocabulary as llguidance's ``LLTokenizer``; takes a second, the first time.
 
         Raises:
             ConfigError: llguidance cannot read it.
         """
-        from llguidance.hf import from_tokenizer
-
         try:
-            return from_tokenizer(self._backend, self.vocab_size, list(self.end_token_ids))
+            return _vocabulary_for_grammars(self._backend, self.vocab_size, self.end_token_ids)
         except Exception as error:  # it raises whatever its Rust part meets
             reason = one_line(str(error), 200)
             raise ConfigError([f"llguidance cannot read tokenizer {self.name!r}: {reason}"]) from error
@@ -319,6 +323,14 @@ def open_backend(path: str, _stamps: Collection[tuple[str, int, int]]) -> Any:
     from transformers import AutoTokenizer  # seconds of import, needed only here
 
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_known_model(path))
+
+
+@lru_cache(maxsize=2)
+def _vocabulary_for_grammars(backend: Any, size: int, end_ids: tuple[int, ...]) -> Any:
+    """Return llguidance's form of a vocabulary: one for the endpoint and the engine."""
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(backend, size, list(end_ids))
 
 
 def stamps(path: str) -> tuple[tuple[str, int, int], ...]:

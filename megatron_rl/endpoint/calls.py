@@ -10,23 +10,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from megatron_rl.endpoint.asked import Call as Call
 from megatron_rl.endpoint.asked import Limits
+from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.endpoint.metrics import Metrics
 from megatron_rl.endpoint.pending_calls import PendingCalls
 from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
+from megatron_rl.errors import MegatronRLError, one_line
 from megatron_rl.inference.engine import Engine, EngineLoad
 from megatron_rl.inference.sampler import fingerprint
+from megatron_rl.platform.device import is_out_of_memory
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Constraints, Hints, Place, Request, SamplingParams, SourcedTask, Task
+
+logger = logging.getLogger(__name__)
 
 POLICY = "policy"
 
@@ -164,6 +171,14 @@ class Endpoint:
         """Answer a call; nobody may wait for it any more."""
         self._http.call(self._pending.deliver, number, completion)
 
+    def fail(self, number: int, error: Exception) -> None:
+        """Answer a call with the error of its submission."""
+        is_known = isinstance(error, MegatronRLError)
+        if not is_known:
+            logger.error("a call of the endpoint cannot be submitted", exc_info=error)
+        status, code = (400, "invalid_value") if is_known else (500, "internal_error")
+        self._http.call(self._pending.fail, number, ApiError(status, code, one_line(str(error))))
+
     def progress(self, number: int, token_ids: Sequence[int]) -> None:
         """Report all tokens so far of a call."""
         self._http.call(self._pending.progress, number, tuple(token_ids))
@@ -174,6 +189,21 @@ class Endpoint:
         streams = engine.unfinished_tokens(lambda request: self._pending.is_streamed(request.place.call))
         for request, token_ids in streams:
             self.progress(request.place.call, token_ids)
+
+
+@contextlib.contextmanager
+def failing_alone(endpoint: Endpoint | None, number: int) -> Iterator[None]:
+    """Let an error in submitting a call end this call alone: its client gets it, from the ``endpoint`` of the leader.
+
+    The ranks of a model copy submit the same, so all of them fail; not where one of them is out of memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if endpoint is not None:
+            endpoint.fail(number, error)
 
 
 def outside_sessions(call: Call, seed: str) -> dict[str, Any]:

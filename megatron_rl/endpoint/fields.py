@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -10,6 +9,8 @@ from megatron_rl.errors import one_line, shorten
 from megatron_rl.json_text import MAX_VALUES, check_bounds, loads
 
 T = TypeVar("T")
+LARGEST = 2**31 - 1
+"""Largest number of a field without a bound of its own."""
 
 _WORDS = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object",
@@ -42,9 +43,9 @@ def typed(value: Any, kind: type[T], param: str) -> T:
 
 def token_ids(values: list[Any], vocab_size: int, param: str) -> tuple[int, ...]:
     """Return ``values`` if they are ids of the vocabulary, else refuse ``param``."""
-    wrong = next((item for item in values if type(item) is not int or not 0 <= item < vocab_size), None)
-    if wrong is not None:
-        refuse(param, f"has {shorten(wrong)}; give token ids from 0 to {vocab_size - 1}")
+    for item in values:
+        if type(item) is not int or not 0 <= item < vocab_size:
+            refuse(param, f"has {shorten(item)}; give token ids from 0 to {vocab_size - 1}")
     return tuple(values)
 
 
@@ -91,10 +92,9 @@ class Fields:
             refuse(self._path + name, f"is missing; give {_WORDS[kind]}", "missing_required_parameter")
         return value
 
-    def number(self, name: str, kind: type[T], low: float, high: float = math.inf) -> T | None:
+    def number(self, name: str, kind: type[T], low: float, high: float = LARGEST) -> T | None:
         """Return a number from ``low`` to ``high``, both included, if it is there."""
         value = self.get(name, kind)
         if value is not None and not low <= value <= high:
-            bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-            refuse(self._path + name, f"is {shorten(value)}; give a number {bounds}")
+            refuse(self._path + name, f"is {shorten(value)}; give a number from {low} to {high}")
         return value

@@ -241,11 +241,20 @@ class PendingCalls:
 
     def deliver(self, number: int, completion: Completion) -> None:
         """Take the answer to a call; it is dropped where nobody waits any more."""
+        if completion.finish_reason == "error":
+            why = f"its grammar allows no token after {len(completion.token_ids)}, or is too complex; simplify it"
+            self.fail(number, ApiError(400, "invalid_value", f"the answer cannot go on: {why}"))
+            return
         pending = self._pending.pop(number, None)
         if pending is not None:
             self.metrics.count(len(pending.prompt_ids), completion)
             reading = self.in_text_thread(_read, pending, completion)
             reading.add_done_callback(partial(_settle, pending.answer))
+
+    def fail(self, number: int, error: ApiError) -> None:
+        """Take the error of a call that the engine cannot answer."""
+        if number in self._pending:
+            self._fail(error, [self._pending[number]])
 
     def is_streamed(self, number: int) -> bool:
         """Return whether `progress` of a call is wanted; may be asked from any thread."""

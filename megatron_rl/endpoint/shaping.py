@@ -67,7 +67,7 @@ class Shaping:
 
     @property
     def _literal(self) -> Literal:
-        return partial(literal, special_tokens=self._tokenizer.special_tokens)
+        return partial(literal, unsplit_tokens=self._tokenizer.unsplit_tokens)
 
     def _shaped(self, options: Options, grammar: str, is_trained: bool) -> Drawing:
         drawing = options.drawing

@@ -66,7 +66,7 @@ class BatchState:
             "position": [len(sequence.prefill_ids) - 1 for sequence in sequences],
             "seed": [sequence.seed for sequence in sequences],
             "limit": [p.max_new_tokens - len(s.output_ids) for p, s in zip(params, sequences, strict=True)],
-            "top_k": [p.top_k or self.is_stop.numel() for p in params],
+            "top_k": [min(p.top_k or self.is_stop.numel(), self.is_stop.numel()) for p in params],
             "greedy": [p.greedy for p in params],
         }
         real = {
@@ -235,6 +235,8 @@ class OutputProcessor:
         for sequence, token_ids, logprobs in read:
             ids = sequence.output_ids + token_ids
             kept, reason = self._ending(ids, sequence.request.sampling, bool(alive[sequence.row]))
+            if sequence.guide is not None and sequence.guide.is_stuck:
+                kept, reason = len(ids), "error"
             if len(ids) > len(sequence.scores) and sequence.request.hints.top_logprobs:
                 sequence.scores.append(self._score(sequence, logprobs[-1]))
             if reason is not None:

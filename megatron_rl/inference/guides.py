@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary: Any = None
 
     def matcher(self, grammar: str) -> Any:
         """Return an ``LLMatcher`` at the beginning of an answer.
@@ -40,15 +40,21 @@ class Grammars:
             ConfigError: llguidance is not installed, or cannot read the tokenizer or the grammar.
         """
         try:
-            from llguidance import LLMatcher
+            import llguidance  # noqa: F401 - an extra
         except ImportError as error:
             raise ConfigError(['structured answers need llguidance: pip install "megatron-rl[structured]"']) from error
-        if self._vocabulary is None:
-            self._vocabulary = self._tokenizer.for_grammars()
-        matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0)
-        if matcher.is_error():
-            raise ConfigError([one_line(matcher.get_error(), 300)])
-        return matcher
+        return _compiled(self._tokenizer.for_grammars(), grammar).deep_copy()
+
+
+@lru_cache(maxsize=8)
+def _compiled(vocabulary: Any, grammar: str) -> Any:
+    """Compile a grammar once: in the endpoint's text thread, so that the engine's need not wait for it."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    if matcher.is_error():
+        raise ConfigError([one_line(matcher.get_error(), 300)])
+    return matcher
 
 
 class Guide:
@@ -73,6 +79,8 @@ class Guide:
             self.divisor[list(prompt_ids)] = constraints.repetition_penalty
         self._matcher = grammar(constraints.grammar) if constraints.grammar else None
         self._num_seen = 0
+        self.is_stuck = False
+        """The grammar allows no token, or is beyond llguidance's limits: what is drawn from now on is no answer."""
 
     @property
     def is_constant(self) -> bool:
@@ -102,7 +110,9 @@ class Guide:
             bias[self._ends] = float("-inf")
         if self._matcher is not None:
             self._matcher.consume_tokens(list(new))
-            bias.masked_fill_(~self._allowed(len(bias)), float("-inf"))
+            allowed = self._allowed(len(bias))
+            self.is_stuck = not allowed.any()
+            bias.masked_fill_(~allowed, float("-inf"))
         if not torch.isfinite(bias.amax()):
             bias[self._ends] = 0.0
         return bias
@@ -115,6 +125,7 @@ class Guide:
         return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little")).bool()
 
 
-def literal(text: str, special_tokens: dict[str, int]) -> str:
-    """Return ``text`` in Lark's notation; a special token is no text there."""
-    return f"<[{special_tokens[text]}]>" if text in special_tokens else json.dumps(text)
+def literal(text: str, unsplit_tokens: dict[str, int]) -> str:
+    """Return ``text`` in Lark's notation. One of `Tokenizer.unsplit_tokens` is no text there: llguidance takes those in
+    angle brackets for special tokens, which match no text, whatever the tokenizer says of them."""
+    return f"<[{unsplit_tokens[text]}]>" if text in unsplit_tokens else json.dumps(text)

@@ -256,6 +256,7 @@ class RolloutEngine(Engine):
 
         Raises:
             EngineError: see `EngineOptions.check`.
+            ConfigError: its grammar cannot be compiled.
         """
         self._options.check(request)
         source, place = request.source, request.place
@@ -266,12 +267,12 @@ class RolloutEngine(Engine):
         more = [] if is_own else [fingerprint(request.prompt_ids)]
         more += [place.branch] if place.branch else []
         group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *more) for sample in samples])
-        self._groups[group.number] = group
-        self._submitted += 1
-        if request.sampling.constraints is not None:
+        if request.sampling.constraints is not None:  # first: a request that is refused leaves nothing behind
             self._constrain(group, request.sampling.constraints)
         if request.hints.top_logprobs:
             self.runner.state.make_room_for_scores()
+        self._groups[group.number] = group
+        self._submitted += 1
         for sequence in group.open_sequences:
             self._scheduler.add(sequence)
 

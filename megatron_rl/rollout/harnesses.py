@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megatron_rl.endpoint.calls import Call, Endpoint, outside_sessions, request_of
+from megatron_rl.endpoint.calls import Call, Endpoint, failing_alone, outside_sessions, request_of
 from megatron_rl.endpoint.sessions import ID_LENGTH, SessionEnd
 from megatron_rl.errors import shorten
 from megatron_rl.inference.engine import Engine
@@ -137,9 +137,11 @@ class Harnesses:
             if not self._groups.leads_model:
                 ends = [_End(*from_row(row)) for row in rows]
         for index, sample, call in calls:
-            self._submit(self._request(index, sample, Call(**call)), engine)
+            with failing_alone(self._settings.endpoint, call["number"]):
+                self._submit(self._request(index, sample, Call(**call)), engine)
         for call in outside:
-            engine.submit(request_of(**call))
+            with failing_alone(self._settings.endpoint, call["number"]):
+                engine.submit(request_of(**call))
         for number in cancelled:
             self._sample_of.pop(number, None)
         for end in ends:

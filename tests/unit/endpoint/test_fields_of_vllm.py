@@ -153,6 +153,8 @@ def test_tokens_of_a_chat_are_those_of_its_call(tmp_path):
         ("/tokenize", ASK | {"chat_template": "x"}, "chat_template", "unknown_parameter"),
         ("/detokenize", {}, "tokens", "missing_required_parameter"),
         ("/detokenize", {"tokens": [1, 257]}, "tokens", "invalid_value"),
+        ("/detokenize", {"tokens": [None]}, "tokens", "invalid_value"),
+        ("/detokenize", {"tokens": [1, None, -7]}, "tokens", "invalid_value"),
         ("/detokenize", {"tokens": "a"}, "tokens", "invalid_type"),
         ("/sessions/none/tokenize", {"prompt": "a"}, None, "session_over"),
     ],
