@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -54,3 +55,9 @@ class TokenScore:
     logprob: float
     top: tuple[tuple[int, float], ...]
     """Token ids and log-probs, the likeliest first."""
+
+
+def find_stop(text: str, stop: Sequence[str], least: int = 0) -> int | None:
+    """Return where the first stop string begins; it counts only if it ends behind the first ``least`` characters."""
+    found = [text.find(string, max(0, least - len(string) + 1)) for string in stop]
+    return min((index for index in found if index >= 0), default=None)

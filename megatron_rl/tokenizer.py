@@ -57,6 +57,7 @@ class Tokenizer:
         self._chat: ChatFormat = ChatFormat()
         self._chats: Mapping[str, ChatFormat] = {}
         self._most: tuple[int, int] | None = None
+        self._for_grammars: list[Any] = []  # made once for all copies with the same end tokens
 
     def ending_also_at(self, token_ids: Iterable[int]) -> Tokenizer:
         """Copy with further end tokens."""
@@ -109,11 +110,10 @@ class Tokenizer:
         added = self._backend.added_tokens_decoder.items()
         return {**dict(named), **{token.content: number for number, token in added if token.special}}
 
-    @cached_property
+    @property
     def unsplit_tokens(self) -> dict[str, int]:
         """Text -> id of all tokens that are found before a text is split: special ones, and Qwen's ``<tool_call>``."""
-        added = self._backend.added_tokens_decoder.items()
-        return {**self.special_tokens, **{token.content: number for number, token in added}}
+        return self.special_tokens | {t.content: number for number, t in self._backend.added_tokens_decoder.items()}
 
     @cached_property
     def _beginning(self) -> list[int]:
@@ -240,6 +240,10 @@ class Tokenizer:
             clean_up_tokenization_spaces=False,
         )
 
+    def special_in(self, texts: Sequence[str]) -> list[str]:
+        """Return the special tokens that ``texts`` contain by name."""
+        return [token for token in self.special_tokens if token and any(token in text for text in texts)]
+
     def left_out(self, calls_of: str = "", marks: Collection[str] = ()) -> frozenset[int]:
         """Return the ids that `decode` leaves out."""
         kept = (*marks, *(PARSERS.get(calls_of).markers if calls_of else ()))
@@ -277,8 +281,12 @@ class Tokenizer:
         Raises:
             ConfigError: llguidance cannot read it.
         """
+        from llguidance.hf import from_tokenizer
+
         try:
-            return _vocabulary_for_grammars(self._backend, self.vocab_size, self.end_token_ids)
+            if not self._for_grammars:
+                self._for_grammars.append(from_tokenizer(self._backend, self.vocab_size, list(self.end_token_ids)))
+            return self._for_grammars[0]
         except Exception as error:  # it raises whatever its Rust part meets
             reason = one_line(str(error), 200)
             raise ConfigError([f"llguidance cannot read tokenizer {self.name!r}: {reason}"]) from error
@@ -323,14 +331,6 @@ def open_backend(path: str, _stamps: Collection[tuple[str, int, int]]) -> Any:
     from transformers import AutoTokenizer  # seconds of import, needed only here
 
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_known_model(path))
-
-
-@lru_cache(maxsize=2)
-def _vocabulary_for_grammars(backend: Any, size: int, end_ids: tuple[int, ...]) -> Any:
-    """Return llguidance's form of a vocabulary: one for the endpoint and the engine."""
-    from llguidance.hf import from_tokenizer
-
-    return from_tokenizer(backend, size, list(end_ids))
 
 
 def stamps(path: str) -> tuple[tuple[str, int, int], ...]:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "test"]
 FinishReason = Literal["stop", "length", "stop_string", "error"]
-"""``stop`` is an end token, or a special token that ends an answer like a stop string; ``error``: its grammar allows no
-token, see `Constraints`. What is trained on has none."""
+"""``stop`` is an end token, or one that ends an answer like a stop string; ``error``: its grammar allows no token."""
 Message = Mapping[str, Any]
 """One chat turn as in OpenAI's API, ``{"role": "user", "content": "..."}`` and perhaps tool calls; JSON values only."""
 Prompt = str | tuple[Message, ...]

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_rl.endpoint.reasoning import overlap
 from megatron_rl.environments.tool_calls import Tools, parse, split_thought
-from megatron_rl.registry import REASONING
+from megatron_rl.registry import PARSERS, REASONING
+from megatron_rl.sampling import find_stop
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
 
@@ -51,22 +52,27 @@ class AnswerReader:
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), parser: str = "", tools: Tools = (),
-        call_prefix: str = "call", reasoning: str = "none", prompt_ids: Sequence[int] = (),
+        call_prefix: str = "call", reasoning: str = "none", prompt_ids: Sequence[int] = (), min_tokens: int = 0,
     ) -> None:  # fmt: skip
         """``parser`` finds calls of ``tools``, whose ids begin with ``call_prefix``; without it they stay text.
 
-        So do thoughts without a ``reasoning`` parser; ``prompt_ids`` may end where one begins.
+        So do thoughts without a ``reasoning`` parser; ``prompt_ids`` may end where one begins. No ``stop`` string that
+        is complete within ``min_tokens`` counts.
         """
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._parser, self._tools, self._call_prefix = parser, tools, call_prefix
         self._reasoning = thinks = None if reasoning == "none" else REASONING.get(reasoning)
         before = tokenizer.decode_raw(prompt_ids[-CONTEXT:]) if thinks else ""
         self._is_begun = bool(thinks) and before.rstrip().endswith(thinks.begin)
-        self._marks = (thinks.begin, thinks.end) if thinks else ()
+        marks = (thinks.begin, thinks.end) if thinks else ()
+        shown = (*marks, *(PARSERS.get(parser).markers if parser else ()))
+        self._stop_marks = [token for token in tokenizer.special_in(self._stop) if token not in shown]
+        """Special tokens that are decoded for the sake of stop strings alone."""
+        self._marks, self._min_tokens = (*marks, *self._stop_marks), min_tokens
 
     def choice(self, completion: Completion) -> Choice:
         """Read a whole answer."""
-        text = self._before_stop(self._tokenizer.decode(completion.token_ids, self._parser, self._marks))
+        text = self._before_stop(self._decode(completion.token_ids), completion.token_ids)
         thought, text = self._split(text, is_whole=True)
         reason = "length" if completion.finish_reason == "length" else "stop"
         if not self._parser:
@@ -80,20 +86,25 @@ class AnswerReader:
         """Return the decoder whose texts `final_parts` takes, for one answer."""
         return IncrementalDecoder(self._tokenizer, self._parser, self._marks)
 
-    def final_parts(self, text: str) -> tuple[str, str]:
+    def final_parts(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str, str]:
         """Return what of thought and answer stays whatever follows: no partial character, stop string, mark or call."""
-        text = self._before_stop(text.rstrip(PARTIAL_CHARACTER))
+        text = self._before_stop(text.rstrip(PARTIAL_CHARACTER), token_ids)
         held_back = max((overlap(text, string) for string in self._stop), default=0)
         thought, text = self._split(text[: len(text) - held_back], is_whole=False)
         return thought, _before_calls(text) if self._parser else text
 
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._parser, self._marks)
+
     def _split(self, text: str, is_whole: bool) -> tuple[str, str]:
+        for mark in self._stop_marks:
+            text = text.replace(mark, "")
         return ("", text) if self._reasoning is None else self._reasoning.split(text, self._is_begun, is_whole)
 
-    def _before_stop(self, text: str) -> str:
-        """``text`` before the first of the caller's stop strings."""
-        found = [index for index in map(text.find, self._stop) if index >= 0]
-        return text[: min(found)] if found else text
+    def _before_stop(self, text: str, token_ids: Sequence[int]) -> str:
+        """``text`` before the first of the caller's stop strings that counts."""
+        least = len(self._decode(token_ids[: self._min_tokens])) if self._min_tokens and self._stop else 0
+        return text[: find_stop(text, self._stop, least)]
 
 
 class IncrementalDecoder:

@@ -173,7 +173,8 @@ class PendingCalls:
         except BaseException:  # the request is refused, or its client has hung up
             self._text_thread.submit(session.forget, numbers)
             raise
-        pending, reader = [], reading(prompt_ids=planned[0].prompt_ids)
+        least = options.drawing.constraints.min_tokens if options.drawing.constraints else 0
+        pending, reader = [], reading(prompt_ids=planned[0].prompt_ids, min_tokens=least)
         for index, (number, plan) in enumerate(zip(numbers, planned, strict=True)):
             call = self._call(number, session, plan, options, index % options.n)
             answer = asyncio.get_running_loop().create_future()

@@ -21,8 +21,8 @@ from megatron_rl.errors import shorten
 from megatron_rl.inference.sampler import MOST_SCORED
 from megatron_rl.types import Message
 
-MAX_ANSWERS = 256
-"""Choices of all prompts together."""
+MAX_ANSWERS, MAX_VARIABLES = 256, 64
+"""Choices of all prompts together; variables of a chat template."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -145,6 +145,8 @@ def body_fields(body: Any) -> Fields:
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
     given = fields.get("chat_template_kwargs", dict) or {}
+    if len(given) > MAX_VARIABLES:
+        refuse("chat_template_kwargs", f"has {len(given):,} variables; give at most {MAX_VARIABLES}")
     refusal = kwargs_refusal(given)
     if refusal is not None:
         refuse("chat_template_kwargs", refusal)

@@ -50,7 +50,8 @@ class Envelope:
 
     def choice_json(self, index: int, choice: Choice, prompt_ids: Sequence[int]) -> str:
         """Return the JSON of one choice; ``prompt_ids`` are its whole prompt."""
-        before = self.tokenizer.decode(prompt_ids) if self.echo else ""
+        written = prompt_ids[_num_unwritten(prompt_ids, self.tokenizer) :]
+        before = self.tokenizer.decode_raw(written) if self.echo else ""
         answer = {"message": choice.message} if self.is_chat else {"text": before + choice.text}
         ending = self._ending(choice, prompt_ids if self.echo else ())
         if self.options.prompt_logprobs is not None:
@@ -160,7 +161,7 @@ class Stream:
                 rest = *_rest((choice.thought, choice.text), before), choice.completion.token_ids[sent_ids[index] :]
                 chunks.append(await self._in_text_thread(self._envelope.last_chunk, index, choice, *rest))
             else:
-                final = pending[index].reader.final_parts(decoders[index].decode(token_ids))
+                final = pending[index].reader.final_parts(decoders[index].decode(token_ids), token_ids)
                 more, new_ids = _rest(final, before), token_ids[sent_ids[index] :]
                 chunks = [self._envelope.chunk(index, *more, new_ids, prompt_ids)] if any(more) else []
                 if any(more):
@@ -209,9 +210,10 @@ def _token(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _text_logprobs(completion: Completion, tokenizer: Tokenizer, echoed: Sequence[int] = ()) -> dict[str, Any]:
-    """The same for `/v1/completions`, of the ``echoed`` prompt, too; offsets count characters of the tokens' own texts.
+    """The same for `/v1/completions`, of the ``echoed`` prompt, too; the first token of a prompt has no log-prob.
 
-    The first token of a prompt has no log-prob.
+    Offsets count characters of the tokens' own texts, as far as the choice's text shows them: no special tokens of an
+    answer, and none that was put before the prompt.
     """
     texts = [tokenizer.decode_raw([token]) for token in (*echoed, *completion.token_ids)]
     logprobs: list[float | None] = list(completion.inference_logprobs)
@@ -219,11 +221,19 @@ def _text_logprobs(completion: Completion, tokenizer: Tokenizer, echoed: Sequenc
     if echoed:
         logprobs = [None, *(score.logprob for score in completion.prompt_scores), *logprobs]
         tops = [None, *(_tops(score, tokenizer) for score in completion.prompt_scores), *tops]
-    offsets = [0, *accumulate(map(len, texts))][:-1]
+    unwritten, answered = _num_unwritten(echoed, tokenizer), (tokenizer.decode([id]) for id in completion.token_ids)
+    shown = [*[""] * unwritten, *texts[unwritten : len(echoed)], *answered]
+    offsets = [0, *accumulate(map(len, shown))][:-1]
     return {
         "tokens": texts, "token_logprobs": logprobs, "text_offset": offsets,
         "top_logprobs": tops if completion.scores else None,
     }  # fmt: skip
+
+
+def _num_unwritten(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return how many tokens the tokenizer has put before a text that became ``prompt_ids``."""
+    before = tuple(tokenizer.encode_prompt(""))
+    return len(before) if tuple(prompt_ids[: len(before)]) == before else 0
 
 
 def _tops(score: TokenScore, tokenizer: Tokenizer) -> dict[str, float]:

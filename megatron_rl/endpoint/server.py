@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megatron_rl.endpoint.dialects import BlockWriter, anthropic_messages, openai_responses, renaming
 from megatron_rl.endpoint.dialects.anthropic_messages import MessagesWriter, read_messages
@@ -36,6 +38,11 @@ MAX_BODY_BYTES = 16 * 2**20
 _SHUTDOWN_SECONDS = 1.0
 """For answers that are being written when the endpoint closes."""
 
+_http_logger = logging.getLogger(__name__)
+_MALFORMED = HttpProcessingError, web.RequestPayloadError
+_http_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _MALFORMED)))
+"""Anyone can send malformed HTTP, without a token, and could fill the log with it."""
+
 T = TypeVar("T")
 AnyRequest = TypeVar("AnyRequest", ChatRequest, TextRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -50,7 +57,7 @@ class HttpThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._runner = web.AppRunner(
             create_app(pending, token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS,
-            handler_cancellation=True,  # when the client hangs up
+            handler_cancellation=True, logger=_http_logger,  # cancelled when the client hangs up
         )  # fmt: skip
         self.url = ""
 

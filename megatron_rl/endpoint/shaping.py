@@ -17,6 +17,8 @@ from megatron_rl.registry import PARSERS
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Constraints
 
+MAX_GRAMMAR = 2**17
+"""Characters of a grammar, schemas of tools included: compiling one takes seconds."""
 TRAINED = "the answers of this session are trained on, as the model draws them by itself"
 
 
@@ -77,6 +79,8 @@ class Shaping:
         if is_trained or self._fixed:
             why = TRAINED if is_trained else self._fixed
             refuse(param, f"changes what answers are drawn from, and {why}; leave it out", "unsupported_parameter")
+        if len(grammar) > MAX_GRAMMAR:
+            refuse(param, f"makes a grammar of {len(grammar):,} characters; ask for one of {MAX_GRAMMAR:,} at most")
         if grammar:
             try:
                 self._grammars.matcher(grammar)

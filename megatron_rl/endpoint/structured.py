@@ -21,7 +21,7 @@ from megatron_rl.environments.tool_calls.grammar import json_rule
 from megatron_rl.errors import shorten
 from megatron_rl.json_text import loads
 
-MAX_CHOICES_OF_TEXT = 1024
+MAX_CHOICES_OF_TEXT, MAX_REGEX = 1024, 16_384
 Rule = Callable[[Any, str], str]
 """A field's value and its name -> the right side of a rule."""
 
@@ -87,8 +87,8 @@ def _json(value: Any, param: str) -> str:
 
 def _regex(value: Any, param: str) -> str:
     text = typed(value, str, param)
-    if not text:
-        refuse(param, "is empty; give a regular expression")
+    if not 0 < len(text) <= MAX_REGEX:
+        refuse(param, f"has {len(text):,} characters; give a regular expression of 1 to {MAX_REGEX:,}")
     # A slash ends the expression in Lark's notation, unless it is escaped.
     escaped = re.sub(r"(?s)(\\.)|/", lambda found: found[1] or r"\/", text).replace("\n", r"\n")
     return f"/{escaped}/"

@@ -14,7 +14,11 @@ from megatron_rl.arithmetic import uniform
 from megatron_rl.inference.sampler import MOST_SCORED, SamplingModes, SamplingTensors
 from megatron_rl.inference.sequence import Sequence
 from megatron_rl.platform.device import to_device
+from megatron_rl.sampling import find_stop
 from megatron_rl.types import FinishReason, SamplingParams, TokenScore
+
+DecodeText = Callable[[ListOf[int], ListOf[str]], str]
+"""Takes ids and the stop strings that their text is searched for: special tokens in those are then part of it."""
 
 
 class BatchState:
@@ -209,7 +213,7 @@ class OutputProcessor:
     On CUDA it reads on a stream of its own, which waits for a `Look` and for nothing that was enqueued behind it.
     """
 
-    def __init__(self, state: BatchState, stop_ids: Collection[int], decode_text: Callable[[ListOf[int]], str]) -> None:
+    def __init__(self, state: BatchState, stop_ids: Collection[int], decode_text: DecodeText) -> None:
         self._state = state
         self._stop_ids = frozenset(stop_ids)
         self._decode_text = decode_text
@@ -298,7 +302,9 @@ class OutputProcessor:
         ends = (place for place, token in enumerate(ids, 1) if token in params.stop_token_ids)
         by_id = next(ends, None) if params.stop_token_ids else None
         ids, alive = ids[:by_id], alive and by_id is None
-        kept = truncate_at_stop(ids, params.stop, self._decode_text) if params.stop else None
+        kept, least = None, params.constraints.min_tokens if params.constraints else 0
+        if params.stop:
+            kept = truncate_at_stop(ids, params.stop, lambda ids: self._decode_text(ids, params.stop), least)
         if kept is not None:
             return kept, "stop_string"
         if by_id is not None:
@@ -308,15 +314,18 @@ class OutputProcessor:
         return len(ids), "stop" if ids[-1] in self._stop_ids else "length"
 
 
-def truncate_at_stop(token_ids: ListOf[int], stop: ListOf[str], decode: Callable[[ListOf[int]], str]) -> int | None:
+def truncate_at_stop(
+    token_ids: ListOf[int], stop: ListOf[str], decode: Callable[[ListOf[int]], str], min_tokens: int = 0
+) -> int | None:
     """Return how many tokens to keep so that the text just contains a stop string; None without one.
 
-    The token that completes the stop string is kept: its log-prob belongs to the policy's choice.
+    The token that completes the stop string is kept: its log-prob belongs to the policy's choice. What is complete
+    within ``min_tokens`` does not count.
     """
+    least = len(decode(token_ids[:min_tokens])) if min_tokens else 0
 
     def contains(count: int) -> bool:
-        text = decode(token_ids[:count])
-        return any(string in text for string in stop)
+        return find_stop(decode(token_ids[:count]), stop, least) is not None
 
     if not contains(len(token_ids)):
         return None

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.inference.batch_state import BatchState, Look, OutputProcessor
+from megatron_rl.inference.batch_state import BatchState, DecodeText, Look, OutputProcessor
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineLoad, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
@@ -41,9 +41,8 @@ class RolloutEngine(Engine):
     """The default `Engine`: continuous batching over a KV cache of rows or of blocks."""
 
     def __init__(
-        self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int],
-        decode_text: Callable[[ListOf[int]], str], groups: ParallelGroups | None = None,
-        messages: StageMessages | None = None, grammars: Grammars | None = None,
+        self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int], decode_text: DecodeText,
+        groups: ParallelGroups | None = None, messages: StageMessages | None = None, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         """``groups``: None is one rank. ``messages``: to the other pipeline stages, of which this is a lane.
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megatron_rl.inference.batch_state import DecodeText
 from megatron_rl.inference.engine import Engine, EngineLoad, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, possible_graphs
 from megatron_rl.inference.guides import Grammars
@@ -37,8 +38,8 @@ class StagedEngine(Engine):
     """Advances one lane after the other."""
 
     def __init__(
-        self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int],
-        decode_text: Callable[[ListOf[int]], str], groups: ParallelGroups, grammars: Grammars | None = None,
+        self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int], decode_text: DecodeText,
+        groups: ParallelGroups, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         sizes = shared_out(policy, possible_graphs(options, policy), groups.pipeline_group.size())
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))

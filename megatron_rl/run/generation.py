@@ -81,10 +81,14 @@ def build_engine(
         records_routing=rollout.rl_router_replay,
     )  # fmt: skip
     by_id, _ = stop_strings(config, tokenizer)
+
+    def decode(token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        return tokenizer.decode(token_ids, marks=tokenizer.special_in(stop))
+
     ends = [*tokenizer.end_token_ids, *by_id]
     if config.stages.count > 1:
-        return StagedEngine(policy, options, ends, tokenizer.decode, groups, Grammars(tokenizer))
-    return RolloutEngine(policy, options, ends, tokenizer.decode, groups, grammars=Grammars(tokenizer))
+        return StagedEngine(policy, options, ends, decode, groups, Grammars(tokenizer))
+    return RolloutEngine(policy, options, ends, decode, groups, grammars=Grammars(tokenizer))
 
 
 def why_fixed(config: RLConfig) -> str:

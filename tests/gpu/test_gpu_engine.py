@@ -16,7 +16,7 @@ def _engine(policy, **options):
     from megatron_rl.inference.engine import EngineOptions
     from megatron_rl.inference.rollout_engine import RolloutEngine
 
-    return RolloutEngine(policy, EngineOptions(16, 48, **options), [0], lambda ids: " ".join(map(str, ids)))
+    return RolloutEngine(policy, EngineOptions(16, 48, **options), [0], lambda ids, _: " ".join(map(str, ids)))
 
 
 def _generate(policy, greedy: bool, engine=None):

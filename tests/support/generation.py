@@ -20,7 +20,7 @@ LETTERS = (string.ascii_letters + string.digits)[:VOCABULARY]
 """Token i is letter i."""
 
 
-def letters(token_ids: Sequence[int]) -> str:
+def letters(token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
     """Decode: one letter a token."""
     return "".join(LETTERS[i] for i in token_ids)
 

@@ -55,23 +55,8 @@ def tokenizer_problems(config: RLConfig) -> tuple[Tokenizer | None, list[Problem
     if config.tokenizer.tokenizer_model is None:
         return None, problems  # already reported as a missing flag
     with collecting(problems):
-        tokenizer = open_tokenizer(config)
-        return tokenizer, list(_stop_strings(config, tokenizer))
+        return open_tokenizer(config), problems
     return None, problems
-
-
-def _stop_strings(config: RLConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """A special token is no text: alone it is looked for by its id, within other text it is nowhere."""
-    strings = config.rollout.rl_stop_strings
-    special = [text for text in tokenizer.special_tokens if text] if strings else []
-    for string in strings:
-        inside = next((text for text in special if text in string), None)
-        if inside is not None and string not in special:
-            yield Problem(
-                "--rl-stop-strings",
-                f"--rl-stop-strings {string!r} has the special token {inside} within other text, where it is never "
-                "found; give the token alone, or the text alone",
-            )
 
 
 def hugging_face_problems(config: RLConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:

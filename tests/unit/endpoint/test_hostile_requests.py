@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -143,3 +144,29 @@ def test_what_is_refused_by_its_length_alone(endpoint: Endpoint, tokenizer: Toke
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         assert why in error["message"]
     assert len(tokenizer.encode("a" * 1401)) == 1401, "the texts of the run itself have no such limit"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nBad Header: x\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"POST /health HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
+        b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_malformed_http_is_not_logged(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    """Who has no token cannot fill the log."""
+    address = httpx.URL(endpoint.url)
+    with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        connection.sendall(sent)
+        assert connection.recv(100).startswith((b"HTTP/1.0 400", b"HTTP/1.1 40"))
+    assert httpx.get(f"{endpoint.url}/health", timeout=60).status_code == 200
+    assert not caplog.records

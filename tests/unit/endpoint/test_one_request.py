@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import llguidance
 import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -82,6 +85,27 @@ def test_the_extremes_of_every_number(serving, route: str) -> None:
                 assert value == value or answer.status_code == 400, asked
         answer = client.post("/v1/chat/completions", content=json.dumps(ASK | {"max_tokens": 2}))
         assert answer.json()["usage"]["completion_tokens"] > 0
+
+
+def test_a_grammar_is_compiled_once_and_not_by_the_engine(serving, monkeypatch) -> None:
+    endpoint, _ = serving
+    compiled: list[str] = []
+
+    matcher = llguidance.LLMatcher
+
+    class Counted:
+        grammar_from_lark = staticmethod(matcher.grammar_from_lark)
+
+        def __new__(cls, *of: Any, **options: Any) -> Any:
+            compiled.append(threading.current_thread().name)
+            return matcher(*of, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Counted)
+    for _ in range(2):
+        answer = post(endpoint, ASK | {"guided_regex": "[xyz]{3}", "n": 5, "max_tokens": 9}).json()
+        assert all(re.fullmatch("[xyz]{3}", choice["message"]["content"]) for choice in answer["choices"])
+    (thread,) = compiled
+    assert thread.startswith("endpoint-texts")
 
 
 def test_a_top_k_beyond_the_vocabulary_is_none(serving) -> None:

@@ -145,7 +145,12 @@ def test_scores_that_nobody_computes(tokenizer, fields):
 
 def test_grammars_that_cannot_be_compiled(tokenizer):
     with listening(tokenizer) as endpoint:
-        for fields, param in (({"guided_regex": "("}, "guided_regex"), ({"guided_json": {"type": "x"}}, "guided_json")):
+        for fields, param, why in (
+            ({"guided_regex": "("}, "guided_regex", "cannot be made to hold"),
+            ({"guided_json": {"type": "x"}}, "guided_json", "cannot be made to hold"),
+            ({"guided_json": {"enum": ["x" * 2**17]}}, "guided_json", "makes a grammar of"),
+            ({"guided_choice": ["x" * 2**17]}, "guided_choice", "makes a grammar of"),
+        ):
             error = post(endpoint, ASK | fields).json()["error"]
             assert (error["param"], error["code"]) == (param, "invalid_value")
-            assert "cannot be made to hold" in error["message"]
+            assert why in error["message"]

@@ -13,7 +13,6 @@ import openai
 import pytest
 
 from megatron_rl.endpoint.calls import Endpoint
-from megatron_rl.errors import EngineError
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import GroupGradeFunction
 from megatron_rl.rollout.harnesses import HarnessSettings
@@ -333,36 +332,6 @@ def test_a_judge_asks_beside_the_session(stage: Stage) -> None:
     assert (rollout.grade.reward, rollout.completion.token_ids, rollout.branches) == (1.0, ids("c$"), ())
     aside = stage.engine.requests[-1]
     assert (aside.sampling.greedy, aside.sampling.max_new_tokens, aside.prompt_ids) == (True, 3, ids("kc"))
-
-
-@pytest.mark.parametrize("error", [EngineError("no room"), OverflowError("no room")])
-def test_a_call_that_the_engine_refuses_fails_alone(stage: Stage, monkeypatch: pytest.MonkeyPatch, error) -> None:
-    """Of a judge and of a session: the clients are told, and another sample goes on."""
-    submit = QueuedEngine.submit
-
-    def refuse(self: QueuedEngine, request: Request) -> None:
-        if LETTERS[request.prompt_ids[-1]] == "x":
-            raise error
-        submit(self, request)
-
-    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
-        judge = client.with_options(base_url=stage.endpoint.base_url())
-        for asked in (judge, client):
-            with pytest.raises(openai.APIStatusError, match="no room"):
-                await ask(asked, "abx")
-        if run.sample:
-            await ask(client, "abx")
-        return Grade(float(await ask(client, "ab") == "c"))
-
-    async def masked(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
-        try:
-            return await play(run, client)
-        except openai.APIStatusError:
-            return Grade(None, code="environment_exception")
-
-    monkeypatch.setattr(QueuedEngine, "submit", refuse)
-    (group,) = stage.run(masked, samples=2).groups
-    assert [rollout.grade.reward for rollout in group.rollouts] == [1.0, None]
 
 
 def test_a_finished_group_comes_back_and_a_failed_one_runs_again(stage: Stage, tmp_path: Path) -> None:
