@@ -34,6 +34,18 @@ def test_tokens_kept(token_ids: list[int], stop: list[str], kept: int | None) ->
     assert truncate_at_stop(token_ids, stop, decode) == kept
 
 
+def test_nothing_that_is_complete_within_the_least_counts() -> None:
+    """Against the plain definition: the first place behind the least where a string has just become complete."""
+    stop = ["ab", "b>", "a", ">y"]
+    for number in range(len(PIECES) ** 4):
+        ids = [number // len(PIECES) ** place % len(PIECES) for place in range(4)]
+        for least in (1, 2, 4, 9):
+            before = len(decode(ids[:least]))
+            ends = [at + len(s) for s in stop for at in range(len(decode(ids))) if decode(ids).startswith(s, at)]
+            hits = [n for n in range(1, 5) if any(before < end <= len(decode(ids[:n])) for end in ends)]
+            assert truncate_at_stop(ids, stop, decode, least) == (hits[0] if hits else None)
+
+
 def test_agrees_with_looking_after_every_token() -> None:
     """The bisection against the plain definition, on all sequences of four pieces."""
     stop = ["ab", "b>", "</answer>", "y\n"]
