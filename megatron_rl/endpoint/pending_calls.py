@@ -243,8 +243,8 @@ class PendingCalls:
     def deliver(self, number: int, completion: Completion) -> None:
         """Take the answer to a call; it is dropped where nobody waits any more."""
         if completion.finish_reason == "error":
-            why = f"its grammar allows no token after {len(completion.token_ids)}, or is too complex; simplify it"
-            self.fail(number, ApiError(400, "invalid_value", f"the answer cannot go on: {why}"))
+            where, why = len(completion.token_ids), "its grammar allows no token there, or is too complex; simplify it"
+            self.fail(number, ApiError(400, "invalid_value", f"the answer cannot go on after {where} tokens: {why}"))
             return
         pending = self._pending.pop(number, None)
         if pending is not None:

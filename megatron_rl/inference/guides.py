@@ -46,7 +46,7 @@ class Grammars:
         return _compiled(self._tokenizer.for_grammars(), grammar).deep_copy()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _compiled(vocabulary: Any, grammar: str) -> Any:
     """Compile a grammar once: in the endpoint's text thread, so that the engine's need not wait for it."""
     from llguidance import LLMatcher
