@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -80,6 +81,21 @@ class ChatFormat:
         if self.tools:
             settings["tools"] = dumps(list(self.tools))
         return {name: hashlib.sha256((text or "").encode()).hexdigest()[:16] for name, text in settings.items()}
+
+
+def refusal(messages: Sequence[Message], error: Exception) -> ChatRefused:
+    """Make the error of a chat, named by its roles and the beginning of the last text, that a template refuses."""
+    roles = one_line(", ".join(message["role"] for message in messages), 80)
+    last = shorten(messages[-1].get("content") if messages else "", 60)
+    return ChatRefused(f"the chat template refuses {roles}, {last}: {reason_in_template(error)}")
+
+
+def reason_in_template(error: BaseException) -> str:
+    """Say what a template raised, and in which of its lines; jinja puts its own frames into tracebacks."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    said = str(error) or "no reason given"
+    return one_line(f"{type(error).__name__}: {said}", 300) + ("" if line is None else f", line {line}")
 
 
 def unless_refused(encode: Callable[[], T], refused: dict[str, str], environment: str) -> T | None:

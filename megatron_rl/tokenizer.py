@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache, partial
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.chat import ChatFormat
+from megatron_rl.chat import ChatFormat, refusal
 from megatron_rl.environments.tool_calls import parser_for
 from megatron_rl.errors import ChatRefused, ConfigError, TextTooLong, one_line, shorten
 from megatron_rl.families import model_directory
@@ -191,14 +191,11 @@ class Tokenizer:
             **{"add_generation_prompt": True, **chat.template_kwargs},
         )
         try:
-            try:
+            with contextlib.suppress(TypeError):
                 return apply(chat.conversation(messages))
-            except TypeError:  # DeepSeek's templates join the arguments of calls to other text
-                return apply(chat.conversation(messages, arguments_are_text=True))
+            return apply(chat.conversation(messages, arguments_are_text=True))  # DeepSeek's join them to other text
         except Exception as error:  # whatever its author chose; a MemoryError is none of the device's
-            roles = one_line(", ".join(message["role"] for message in messages), 80)
-            chat = f"{roles}, {shorten(messages[-1].get('content') if messages else '', 60)}"
-            raise ChatRefused(f"the chat template refuses {chat}: {reason_in_template(error)}") from error
+            raise refusal(messages, error) from error
 
     def ignores_tools(self, environment: str = "") -> bool:
         """Return whether its chats look the same with tools as without; ``ChatRefused`` as in `render`."""
@@ -294,14 +291,6 @@ class Tokenizer:
     def decode_raw(self, token_ids: Sequence[int]) -> str:
         """Decode with special tokens by name, for records."""
         return self._backend.decode(list(token_ids), clean_up_tokenization_spaces=False)
-
-
-def reason_in_template(error: BaseException) -> str:
-    """Say what a template raised, and in which of its lines; jinja puts its own frames into tracebacks."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    said = str(error) or "no reason given"
-    return one_line(f"{type(error).__name__}: {said}", 300) + ("" if line is None else f", line {line}")
 
 
 def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenizer:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
+from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template, reason_in_template
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.errors import ConfigError, Problem, one_line, shorten
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.registry import PARSERS, REASONING, Registry
-from megatron_rl.tokenizer import Tokenizer, reason_in_template
+from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Message
 
 DEADLINE_S = 10.0
