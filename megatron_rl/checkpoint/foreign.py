@@ -1,4 +1,4 @@
-"""Directories with Megatron's names, ``iter_0000100/`` and ``release/``: Megatron-LM's, or of our earlier versions.
+"""Directories with Megatron's names, ``iter_0000100/`` and ``release/``: Megatron-LM's.
 
 They are torch_dist (see `dist_files`), or have a file a rank, ``iter_0000012/mp_rank_00/model_optim_rng.pt``: with
 pipeline stages ``mp_rank_00_000``, tensor-parallel rank and stage; with experts over ranks the number of the
@@ -29,7 +29,6 @@ from megatron_rl.user_files import read_json
 MODEL_FILE = "model_optim_rng.pt"
 RELEASE = "release"
 """The name of weights that Megatron-LM's tools made; it has no step."""
-_OURS = ("manifest.json", "run_state.json")
 _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
 ONLY_BUILT: Mapping[str, Any] = {
     "multi_latent_attention": False, "rotary_interleaved": False, "window_size": None, "softmax_type": "vanilla",
@@ -83,11 +82,6 @@ class Topology:
         return " ".join(f"--{name}-parallel-size {sizes[name]}" for name in given)
 
 
-def is_megatron_layout(directory: Path) -> bool:
-    """Return whether a checkpoint directory is of this layout; its name says so."""
-    return directory.name.startswith("iter_") or directory.name == RELEASE
-
-
 def has_rank_files(directory: Path) -> bool:
     """Return whether there is a file a rank."""
     return any(directory.glob("mp_rank_*"))
@@ -118,16 +112,6 @@ def _is_of_experts(last: Path) -> bool:
     if last.name.endswith("_000"):
         return False
     return any(EMBEDDING in model for model in chunks_of(read_models(last / MODEL_FILE)).values())
-
-
-def topology_problems(directory: Path, topology: Topology) -> list[str]:
-    """Return why ranks of this ``topology`` cannot load it, in at most one line. Raises as `topology_of`."""
-    if not is_megatron_layout(directory) or topology_of(directory) == topology:
-        return []
-    return [
-        f"checkpoint {str(directory)!r} was saved with {topology_of(directory)}, this run has {topology}; its "
-        "optimizer state is of one topology: use the same, or take its weights alone with --pretrained-checkpoint"
-    ]
 
 
 def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:
@@ -166,8 +150,8 @@ def chunks_of(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def is_foreign(directory: Path) -> bool:
-    """Return whether Megatron-LM itself wrote it: without checksums and the state of a run."""
-    if not is_megatron_layout(directory) or any((directory / name).exists() for name in _OURS):
+    """Return whether Megatron-LM itself wrote it, without checksums and the state of a run; its name says so."""
+    if not (directory.name.startswith("iter_") or directory.name == RELEASE):
         return False
     return has_rank_files(directory) or any((directory / name).is_file() for name in (_FORMAT, _PARTS))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_rl.atomic import remove
 from megatron_rl.checkpoint import tensors
-from megatron_rl.checkpoint.foreign import is_foreign, is_megatron_layout
+from megatron_rl.checkpoint.foreign import is_foreign
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
@@ -201,12 +201,10 @@ class CheckpointManager:
         optimization: Optimization | None = None,
         critic: tensors.Model | None = None,
     ) -> None:
-        if not is_megatron_layout(directory):
-            tensors.load(directory, policy, optimization, critic)
-        elif optimization is None:
+        if is_foreign(directory):
             load_weights(directory, policy, self._groups)
         else:
-            tensors.load_rank_files(directory, policy, self._groups, optimization)
+            tensors.load(directory, policy, optimization, critic)
 
     def _newest_of_own(self) -> Path | None:
         if not step_entries(self._root):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.foreign import ONLY_BUILT, Topology, is_foreign, read_args, topology_problems, unbuilt
+from megatron_rl.checkpoint.foreign import ONLY_BUILT, is_foreign, read_args, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
 from megatron_rl.config.model_directory import FILE_NAME
 from megatron_rl.config.rl_config import RLConfig
@@ -339,7 +339,6 @@ def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
             "--pretrained-checkpoint, or use the --rl-advantage it was trained with"
         )
     if state.has_optimizer and not config.checkpoint.no_load_optim:
-        problems += topology_problems(directory, Topology.of(vars(config.parallel)))
         wanted = optimizer_form_of(config)
         problems += [
             f"checkpoint {str(directory)!r} has the optimizer state of a run with {name} {value}, this run has "

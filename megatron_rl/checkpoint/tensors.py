@@ -1,6 +1,5 @@
 """Weights and optimizer state through megatron's ``dist_checkpointing``: any topology loads what any other saved.
 
-The files of ranks that earlier versions wrote are only read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_base
@@ -26,11 +25,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megatron_rl.checkpoint.adapters import is_adapted, sharded_adapters, take_adapters
 from megatron_rl.checkpoint.dist_files import OF_CRITIC, DistFiles, misfit
-from megatron_rl.checkpoint.foreign import MODEL_FILE, read_models, topology_of
 from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room, moments_in_fp32
 from megatron_rl.checkpoint.saving import ResultQueue, succeed_on_all_ranks
-from megatron_rl.checkpoint.stored import load_weights
-from megatron_rl.errors import CheckpointError, one_line
+from megatron_rl.errors import one_line
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.platform.device import is_out_of_memory
@@ -224,47 +221,3 @@ def weights_fingerprint(
         return (zlib.crc32(name.encode()) | 1) * total
 
     return int(sum_over_model(policy.chunks, groups, share)) % 2**64
-
-
-# -- files of ranks, which earlier versions wrote ----------------------------------------------------
-
-
-def load_rank_files(directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization) -> None:
-    """Load weights and the optimizer's state of the same topology from Megatron's format torch, in place; collective.
-
-    ``optimizer`` has what is no tensor, ``optimizer_state`` the tensors by their names in the whole model.
-
-    Raises:
-        CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
-    """
-    make_room(optimization)
-    load_weights(directory, policy, groups)
-    with _fitting(directory):
-        load_state(optimization, succeed_on_all_ranks(lambda: _state_of_rank(directory, policy, groups, optimization)))
-
-
-def _state_of_rank(
-    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization
-) -> dict[str, Any]:
-    """In the form that this model's optimizer takes."""
-    own = topology_of(directory).name(groups.tensor_group.rank(), groups.stage, groups.experts.parallel.rank())
-    content = read_models(directory / own / MODEL_FILE, mapped=False)
-    found, state = content.get("optimizer_state", {}), content.get("optimizer", {})
-
-    def taken(piece: ShardedTensor) -> torch.Tensor:
-        tensor = found.get(piece_name(piece))
-        if tensor is None or tensor.shape != piece.local_shape:
-            raise CheckpointError(
-                f"checkpoint {str(directory)!r} has no {piece_name(piece)} of {list(piece.local_shape)}; use the flags "
-                "it was trained with, or --no-load-optim"
-            )
-        return tensor
-
-    return _filled(directory, sharded_state(policy, optimization, loading=True)["optimizer"], taken, state)
-
-
-def piece_name(piece: ShardedTensor) -> str:
-    """Name a piece and its place in the whole tensor. Example, layer 1 and expert 3:
-    ``optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc2.weight@1.3.0.0``.
-    """
-    return f"{piece.key}@{'.'.join(map(str, piece.global_offset))}"

@@ -9,16 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import RunState
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.run.reporting import active_parameters, parameter_norm
-from megatron_rl.trainer.optimizer import Optimization
 from tests.support.tiny import SHAPES, single_thread, tiny_config, tiny_policy
-from tests.support.torch_format import write_ours
 
 
 def models(parallel: dict[str, int], shapes: list[str], **changes: object) -> dict[str, Any]:
@@ -56,24 +52,3 @@ def loaded(parallel: dict[str, int], shape: dict[str, Any], directories: list[st
         found.append(weights_fingerprint(policy, groups))
     shut_down()
     return found
-
-
-def resumed(parallel: dict[str, int], shape: dict[str, Any], folder: str) -> None:
-    """Writes an earlier version's checkpoint after two updates, resumes from it, and writes what it has then."""
-    single_thread()
-    config = tiny_config(int(os.environ["WORLD_SIZE"]), use_distributed_optimizer=True, **shape, **parallel)
-    groups = initialize(config.parallel, current_platform())
-    policies = [tiny_policy(config, seed) for seed in (1, 2)]
-    first, second = (Optimization(policy, config) for policy in policies)
-    for seed in (1, 2):
-        first.zero_grad()
-        for parameter in policies[0].parameters():
-            generator = torch.Generator().manual_seed(seed)
-            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-        assert first.step().applied
-    first.schedule.go_to(finished_steps=2)
-    state = RunState(step=2)
-    before = write_ours(Path(folder, "before"), state, first, groups)
-    CheckpointManager(Path(folder), 0, groups).resume(before, policies[1], second)
-    write_ours(Path(folder, "after"), state, second, groups)
-    shut_down()

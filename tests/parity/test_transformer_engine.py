@@ -80,7 +80,6 @@ def test_fp8_weights_are_not_those_of_the_pass_before(report: dict[str, Any]) ->
 
 def test_the_torch_format_goes_by_names_too(report: dict[str, Any]) -> None:
     assert report["same"]["by_name"]
-    assert report["same"]["after_resume_torch"] < 1e-6
 
 
 @pytest.mark.parametrize("recipe", ["int8", "int8_smooth", "fp8_block_pow2"])

@@ -15,9 +15,6 @@ import torch
 def contents(checkpoint: Path) -> dict[str, Any]:
     """Every tensor and number, by a dotted name: weights, moments, step counters, learning rates, random states."""
     from safetensors.torch import load_file
-
-    if any(checkpoint.glob("mp_rank_*")):
-        return _rank_files(checkpoint)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -27,18 +24,6 @@ def contents(checkpoint: Path) -> dict[str, Any]:
         found = dict(_leaves("", torch.load(whole, weights_only=False)))
     if (checkpoint / "common.pt").exists():  # from megatron-core 0.19 on it is among the tensors
         found |= _leaves("common", torch.load(checkpoint / "common.pt", weights_only=False))
-    for path in sorted(checkpoint.glob("state_rank_*.safetensors")):
-        found |= {f"{path.stem}.{name}": tensor for name, tensor in load_file(path).items()}
-    return found
-
-
-def _rank_files(checkpoint: Path) -> dict[str, Any]:
-    """The same of `--ckpt-format torch`."""
-    from safetensors.torch import load_file
-
-    found: dict[str, Any] = {}
-    for path in sorted(checkpoint.glob("mp_rank_*/*.pt")):
-        found |= _leaves(f"{path.parent.name}.{path.stem}", torch.load(path, weights_only=True))
     for path in sorted(checkpoint.glob("state_rank_*.safetensors")):
         found |= {f"{path.stem}.{name}": tensor for name, tensor in load_file(path).items()}
     return found

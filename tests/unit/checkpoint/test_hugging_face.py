@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology, topology_of
 from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.hf.load import fill, import_hf, load_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, write_hf
-from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory, write_manifest
+from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.run_state import ModelFacts, RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.errors import CheckpointError
@@ -289,9 +289,7 @@ def test_files_of_tensor_parallel_ranks_and_stages_become_a_hugging_face_directo
         folder = target / topology.name(rank, stage)
         folder.mkdir(parents=True)
         torch.save(chunks, folder / MODEL_FILE)
-    write_run_state(target, RunState(step=4))
-    write_manifest(target, 4)
-    export_checkpoint(tmp_path / "run", model, tmp_path / "out")
+    export_checkpoint(target, model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
 
 
@@ -313,12 +311,9 @@ def test_files_of_ranks_that_share_experts_become_one_too(tmp_path: Path, topolo
         folder.mkdir(parents=True)
         chunks = _chunks_of_a_rank(model, rank, padded, stage, stages, topology.tensor, share, part)
         torch.save(chunks, folder / MODEL_FILE)
-    sizes = {"expert_model_parallel_size": topology.experts, "expert_tensor_parallel_size": topology.cut}
-    write_run_state(target, RunState(step=4, world=sizes))
-    write_manifest(target, 4)
     assert topology_of(target) == topology
     assert len(topology.names) == topology.stages * max(topology.tensor, topology.experts * topology.cut)
-    export_checkpoint(tmp_path / "run", model, tmp_path / "out")
+    export_checkpoint(target, model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
 
 
