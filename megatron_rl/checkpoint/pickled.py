@@ -1,7 +1,8 @@
-"""The only reader of pickles, which can run code: what a file may name is listed here, and nothing else is made.
+"""The reader of pickles, which can run code: what a file may name is listed here, and nothing else is made.
 
 There are two kinds: what ``torch.save`` writes, for torch's reduced unpickler (``weights_only=True``), and the
-``.metadata`` of a torch_dist directory. Nobody else opens them, megatron-core and torch neither.
+``.metadata`` of a torch_dist directory. megatron-core and torch do not open them; `config.megatron_args` reads plain
+values of some without torch.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.flags import flags_of
+from megatron_rl.config.megatron_args import model_flags
+from megatron_rl.config.rl_config import all_flags, section_classes
 from megatron_rl.errors import Problem, collecting
 from megatron_rl.families import read_model
 from megatron_rl.families.peft import settings_of
@@ -24,6 +26,8 @@ _SHAPE = ("hidden_size", "num_attention_heads", "num_layers", "tokenizer_model")
 """Flags without a default that a directory may replace."""
 _WITH_GROUPS = {"group_query_attention": True}
 """Megatron ignores --num-query-groups without it."""
+_FLAGS = tuple(flag for section in ("model", "layers", "experts") for flag in flags_of(section_classes()[section]))
+"""That may be read from a checkpoint of Megatron-LM."""
 _UP_TO_THE_RUN = ("init_method_std", "rl_mla_absorb", "tokenizer_model")
 """How fresh weights are drawn, what rollouts cache; a tokenizer may lie elsewhere, and is compared by its size."""
 
@@ -57,6 +61,9 @@ def read_model_directory(reading: Reading) -> None:
                 settings["tokenizer_model"] = str(model.directory)
             _derive(reading, settings | _WITH_GROUPS)
     saved = _saved_model_of(reading)
+    if not given and saved is None:
+        for path in _checkpoints(reading).values():
+            _derive(reading, model_flags(path, _FLAGS))
     if not given:
         problems += _missing_shape(reading) if saved is None else _read_checkpoint(reading, saved)
     if (problems and not reading.derived) or reading.failed & set(names):
@@ -141,14 +148,14 @@ def saved_model(path: str) -> SavedModel | None:
 def _missing_shape(reading: Reading) -> Iterator[Problem]:
     """One line in place of one for each flag that a checkpoint does not make up for."""
     given = _checkpoints(reading)
-    missing = [_spelling(name) for name in _SHAPE if name not in reading.values]
+    missing = [_spelling(name) for name in _SHAPE if name not in reading.values | reading.derived]
     if given and missing:
         name, path = next(iter(given.items()))
         reading.failed.update(map(_spelling, _SHAPE))
         yield Problem(
             _spelling(name),
-            f"{_spelling(name)} {path} does not say what its model is: the args of Megatron-LM's checkpoints are only "
-            "compared with the run's flags; add --hf-config DIR with the model's config.json, or "
+            f"{_spelling(name)} {path} does not say what its model is; add --hf-config DIR with the model's "
+            "config.json, or "
             f"{', '.join(missing)} and what else it was made with",
         )
 
