@@ -25,6 +25,7 @@ import yaml
 
 from megatron_rl.config.arguments import FOREIGN_FLAGS, Reading, foreign_flags, table, value_of
 from megatron_rl.config.model_directory import read_adapter_directory, read_model_directory
+from megatron_rl.config.no_effect import no_effect
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
 from megatron_rl.config.rules import validate
 from megatron_rl.errors import ConfigError, Problem, one_line
@@ -308,6 +309,8 @@ def _row(name: str, value: object, rows: Mapping[str, list[Row]]) -> Row | None:
     found = rows.get(name, [])
     if not found and (own := OF_MEGATRON.fullmatch(name)) and (flag := own[1].replace("_", "-")) in FLAGS:
         found = [("", f"--{flag}", "")]
+    elif not found and own and flag in no_effect():
+        found = [("", "", no_effect()[flag].why)]
     found = found or [row for key, each in rows.items() if "*" in key and fnmatchcase(name, key) for row in each]
     texts = [str(each).lower() for each in (value if isinstance(value, list) else [value])]
     fits = [row for row in found if any(fnmatchcase(text, row[0].lower() or "*") for text in texts)]

@@ -124,6 +124,7 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
         warnings.simplefilter("ignore")
         return settings(
             **given,
+            attention_dropout=0.0,  # rollouts have none
             layernorm_epsilon=model.norm_epsilon,
             layernorm_zero_centered_gamma=shape.apply_layernorm_1p,
             gated_linear_unit=shape.is_gated,

@@ -64,7 +64,10 @@ def make_samples(
         ids = [*prompt, *words]
         mask, zeros = torch.arange(len(ids)) >= prompt_tokens, torch.zeros(len(ids))
         reward = draw.choice((-1.0, 1.0))
-        samples.append(Sample(torch.tensor(ids), mask, zeros, zeros.long(), reward=reward, sample_id=index))
+        samples.append(Sample(
+            token_ids=torch.tensor(ids), loss_mask=mask, inference_logprobs=zeros, versions=zeros.long(),
+            reward=reward, sample_id=index,
+        ))  # fmt: skip
     return samples
 
 

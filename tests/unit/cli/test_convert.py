@@ -224,7 +224,7 @@ def test_each_word_of_the_table_is_a_flag_or_a_comment_that_names_it(word: str) 
         ({"--rl-importance-sampling-truncation-coef": 2}, "# --rl-importance-sampling-truncation-coef: 2  (--rl-corr"),
         ({"num_generations": 8, "max_length": 2048, "beta": 0.1}, "perform-rl-step: true"),
         ({"--squared-relu": True}, "# --squared-relu: True  (there is no setting here)"),
-        ({"--no-masked-softmax-fusion": True}, "no-masked-softmax-fusion: True"),
+        ({"--no-masked-softmax-fusion": True}, "# --no-masked-softmax-fusion: True  (megatron-core's fused kernels"),
         ({"--disable-bias-linear": True}, "disable-bias-linear: True"),
     ],
 )  # fmt: skip

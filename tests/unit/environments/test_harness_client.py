@@ -131,7 +131,7 @@ def test_a_sample_whose_server_died_is_not_run_again(harness_server, client, mod
     (after,) = asyncio.run(client.run("talk", [sample(model)]))  # of the server in its place, which starts meanwhile
     assert after.reward == 3.0
     scratch = harness_server.log_file.parent / "scratch"
-    assert [list(folder.iterdir()) for folder in scratch.glob("harness_*")] == [[]]
+    assert [list(folder.iterdir()) for folder in scratch.glob("grading_*")] == [[]]
 
 
 def test_the_keys_of_samples_are_in_no_log(harness_server, client, model):
