@@ -80,10 +80,8 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
     draw = torch.Generator().manual_seed(1)  # tokens that are all alike would go to the same experts
     ids = [torch.randint(VOCABULARY, (length,), generator=draw) for length in lengths]
     samples = [
-        Sample(
-            token_ids=each, loss_mask=torch.arange(len(each)) > 0, inference_logprobs=torch.zeros(len(each)),
-            versions=torch.zeros_like(each), sample_id=number,
-        )
+        Sample(token_ids=each, loss_mask=torch.arange(len(each)) > 0, inference_logprobs=torch.zeros(len(each)),
+               versions=torch.zeros_like(each), sample_id=number)
         for number, each in enumerate(ids)
     ]  # fmt: skip
     builder = BatchBuilder(TOKENS, config.sequence_shares, policy.device, groups, config.stages)

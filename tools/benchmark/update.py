@@ -60,14 +60,10 @@ def make_samples(
         answer = new_tokens if equal else draw.randint(1, new_tokens)
         if index % group == 0:
             (prompt,) = random_prompts(1, prompt_tokens, vocab, draw.random())
-        (words,) = random_prompts(1, answer, vocab, draw.random())
-        ids = [*prompt, *words]
-        mask, zeros = torch.arange(len(ids)) >= prompt_tokens, torch.zeros(len(ids))
-        reward = draw.choice((-1.0, 1.0))
-        samples.append(Sample(
-            token_ids=torch.tensor(ids), loss_mask=mask, inference_logprobs=zeros, versions=zeros.long(),
-            reward=reward, sample_id=index,
-        ))  # fmt: skip
+        ids = [*prompt, *random_prompts(1, answer, vocab, draw.random())[0]]
+        tensors = {"token_ids": torch.tensor(ids), "loss_mask": torch.arange(len(ids)) >= prompt_tokens}
+        tensors |= {"inference_logprobs": torch.zeros(len(ids)), "versions": torch.zeros(len(ids), dtype=torch.int64)}
+        samples.append(Sample(**tensors, reward=draw.choice((-1.0, 1.0)), sample_id=index))
     return samples
 
 
