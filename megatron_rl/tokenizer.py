@@ -299,17 +299,17 @@ def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenize
     ``config.json`` and ``generation_config.json`` there, and in ``model_directories``, may name more end tokens.
     """
     path = str(model_directory(path)) if path.endswith(GGUF) else path
+    named = f"--tokenizer-model {path!r}"
     if Path(path).is_dir():
-        settings = Path(path) / "tokenizer_config.json"
-        read_object(settings, lambda line: ConfigError([f"--tokenizer-model {path!r}: {line}"]))
+        read_object(Path(path) / "tokenizer_config.json", lambda line: ConfigError([f"{named}: {line}"]))
     try:
         backend = open_backend(path, stamps(path))
+        if len(backend) <= len(backend.added_tokens_decoder):  # transformers makes one of no files, which has no words
+            raise ValueError("it has no tokens: tokenizer.json is missing or empty")
     except Exception as error:  # transformers raises anything for files that somebody else wrote
         reason = one_line(str(error), 300) or type(error).__name__
-        raise ConfigError([
-            f"--tokenizer-model {path!r} cannot be loaded ({reason}); give a directory with "
-            "tokenizer.json and tokenizer_config.json, or a hub name when online"
-        ]) from error
+        advice = "give a directory with tokenizer.json and tokenizer_config.json, or a hub name when online"
+        raise ConfigError([f"{named} cannot be loaded ({reason}); {advice}"]) from error
     directories = dict.fromkeys([path, *model_directories])
     return Tokenizer(backend, path, (number for directory in directories for number in end_token_ids(directory)))
 

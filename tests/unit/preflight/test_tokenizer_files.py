@@ -85,3 +85,14 @@ def test_a_pipe_is_not_waited_for(tokenizer: Path, tmp_path: Path, name: str) ->
     os.mkfifo(directory / name)
     (line,) = _problems(directory)
     assert f"cannot be loaded ({name} is a device, a pipe or a broken link, not a file)" in line
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_directory_without_a_vocabulary_is_refused(tmp_path: Path, kind: str) -> None:
+    """transformers makes a tokenizer of no files, to which every text is empty."""
+    settings = {"tokenizer_class": f"{kind.capitalize()}Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(.*tokenizer\.json") as refused:
+        load_tokenizer(str(tmp_path))
+    assert len(refused.value.lines) == 1
