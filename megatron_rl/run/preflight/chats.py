@@ -85,8 +85,8 @@ def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokeni
         if not own.has_chat_template(item.name):
             yield Problem(
                 "--tokenizer-model",
-                f"{item.name}: {item.first_chat} is a chat, and tokenizer {tokenizer.name!r} has no chat "
-                "template; give one with --chat-template FILE, or use the tokenizer of a chat model",
+                f"{item.name}: {item.first_chat.partition(' of ')[0]} is a chat, and tokenizer {tokenizer.name!r} has "
+                "no chat template; give one with --chat-template FILE, or use the tokenizer of a chat model",
             )
         else:
             read = {row: messages for row, messages in item.chats.items() if row.startswith(splits)}
