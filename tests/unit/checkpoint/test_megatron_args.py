@@ -63,7 +63,7 @@ class _Command:
         return os.mkdir, (self._path,)
 
 
-@pytest.mark.parametrize("damage", ["hostile", "cut", "no zip"])
+@pytest.mark.parametrize("damage", ["hostile", "cut", "no zip", "pipe"])
 def test_a_file_that_is_more_than_data_is_not_executed(tmp_path: Path, damage: str) -> None:
     (tmp_path / "iter_0000001").mkdir()
     file = tmp_path / "iter_0000001" / "common.pt"
@@ -71,6 +71,9 @@ def test_a_file_that_is_more_than_data_is_not_executed(tmp_path: Path, damage: s
     torch.save({"args": args}, file, _use_new_zipfile_serialization=damage != "no zip")
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:300])
+    if damage == "pipe":
+        file.unlink()
+        os.mkfifo(file)
     config, _ = _read(tmp_path)
     assert config.model.num_layers == (2 if damage == "hostile" else None)
     assert not (tmp_path / "executed").exists()
