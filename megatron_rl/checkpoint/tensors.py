@@ -172,7 +172,7 @@ def _stored(files: DistFiles, piece: ShardedBase) -> Any:
 
 @contextlib.contextmanager
 def _fitting(directory: Path) -> Iterator[None]:
-    """Say of which checkpoint the values are that megatron-core cannot take, of which it raises almost anything."""
+    """Name the checkpoint in whatever megatron-core raises for values that do not fit the model."""
     try:
         yield
     except (CheckpointingException, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

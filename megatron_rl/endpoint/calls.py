@@ -193,7 +193,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def failing_alone(endpoint: Endpoint | None, number: int) -> Iterator[None]:
-    """Let an error in submitting a call end this call alone: its client gets it, from the ``endpoint`` of the leader.
+    """Turn an error in submitting a call into the answer of that call; the leader's ``endpoint`` sends it.
 
     The ranks of a model copy submit the same, so all of them fail; not where one of them is out of memory.
     """

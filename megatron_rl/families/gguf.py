@@ -106,7 +106,7 @@ def _reader(path: Path) -> Any:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Ends where the file does: the parent would read a list of 2^60 numbers on behind it."""
+        """Raises where the file ends; the parent class would go on and read a list of 2^60 numbers."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             found = super()._get(offset, dtype, count, override_order)

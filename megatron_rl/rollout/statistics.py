@@ -129,7 +129,7 @@ def staleness_metrics(
 
 
 def _written(completion: Completion) -> Iterator[tuple[int, int]]:
-    """Yield the version of each stretch, and how many of its tokens the model wrote."""
+    """Yield the weight version of each part of a completion, and how many tokens of it the model wrote."""
     end = 0
     for version, size in completion.stretches:
         start, end = end, end + size

@@ -173,7 +173,7 @@ def template_problems(
 def _faults(
     tokenizer: Tokenizer, environment: str, chats: Mapping[str, Sequence[Message]], deadline_s: float
 ) -> Iterator[tuple[str, str, bool]]:
-    """For each row what the template does wrong, empty if nothing, and whether it is that it refuses the chat."""
+    """Yield each row with the template's fault, empty if it has none, and whether the template raised an error."""
     # Forked, so that nothing is imported or loaded again; the copy runs jinja and no thread of this process.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
