@@ -162,15 +162,15 @@ class RolloutContext(BaseInferenceContext):
         return self.ops.fused and self._last_tokens is None and self._kernels.cache.layout == "blocks"
 
     def attend_mixed(
-        self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None,
-        kind: LayerKind, sinks: torch.Tensor | None = None,
+        self, layer: int, mixed: torch.Tensor, bias: torch.Tensor | None, query_norm: torch.nn.Module | None,
+        key_norm: torch.nn.Module | None, kind: LayerKind, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `RolloutPlan`."""
         from megatron_rl.models.kernels import rotate_store
 
         cache, index = self.cache, self._key_place[layer]
         stored = cache.keys[index], cache.values[index], self._slots, *cache.format.scales(index)
-        query = rotate_store(mixed, *self._turns[kind.rotation], query_norm, key_norm, *stored)
+        query = rotate_store(mixed, *self._turns[kind.rotation], query_norm, key_norm, *stored, bias=bias)
         return self._attend(query, cache, index, self._plans[kind.window], *given(sinks))
 
     def states(self, layer: int) -> LayerStates:

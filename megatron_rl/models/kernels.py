@@ -212,23 +212,25 @@ def rotate_store(
     cells: torch.Tensor,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Map ``mixed`` [T, groups, share + 2, D], a group's queries, key and value, to query [T, 1, groups x share, D].
 
-    ``cos`` and ``sin`` [T, ..., R] as `RopeTable.at` gives them; the norms are RMSNorms of a head, or both None. One
-    layer's ``keys`` and ``values`` [blocks, block size, groups, D] of the model's dtype, bf16, or E4M3 codes in uint8
-    with fp32 scales [groups]; token t goes to cell ``cells[t]`` of them, [T] int64. Rounded where eager torch rounds.
+    ``bias`` [groups x (share + 2) x D] is added first. ``cos`` and ``sin`` [T, ..., R] are those of `RopeTable.at`; the
+    norms are RMSNorms of a head, or both None. One layer's ``keys`` and ``values`` [blocks, block size, groups, D] of
+    the model's dtype, bf16, or E4M3 codes in uint8 with fp32 scales [groups]; token t goes to cell ``cells[t]`` of
+    them, [T] int64. Rounded where eager torch rounds.
     """
     tokens, groups, heads, width = mixed.shape
     half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
     query = mixed.new_empty(tokens, 1, groups * (heads - 2), width)
     norms = (None, None, 0.0) if query_norm is None else (query_norm.weight, key_norm.weight, query_norm.eps)
-    block = triton.next_power_of_2(heads) * triton.next_power_of_2(width)
+    heads_block = triton.next_power_of_2(heads)
     rotate_store_kernel[(tokens, groups)](
-        mixed, cos, sin, *norms, query, keys, values, cells, key_scales, value_scales, *mixed.stride()[:3], groups,
-        SHARE=heads - 2, WIDTH=width, HALF=half, HEADS=triton.next_power_of_2(heads),
+        mixed, bias, cos, sin, *norms, query, keys, values, cells, key_scales, value_scales, *mixed.stride()[:3],
+        groups, SHARE=heads - 2, WIDTH=width, HALF=half, HEADS=heads_block,
         HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
-        num_warps=min(max(block // 512, 1), 8),
+        num_warps=min(max(heads_block * triton.next_power_of_2(width) // 512, 1), 8),
     )  # fmt: skip
     return query
 
@@ -236,7 +238,7 @@ def rotate_store(
 # A step's cells and a layer's scales come at 8 or 4 bytes: no compilation for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["cells", "key_scales", "value_scales"])
 def rotate_store_kernel(
-    mixed, cos, sin, query_norm, key_norm, epsilon, query, keys, values, cells, key_scales, value_scales,
+    mixed, bias, cos, sin, query_norm, key_norm, epsilon, query, keys, values, cells, key_scales, value_scales,
     token_stride, group_stride, head_stride, groups,
     SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
@@ -244,8 +246,7 @@ def rotate_store_kernel(
     """Rotate and store; one program per token and group. Heads are two rotated halves and a rest that is not."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    head = tl.arange(0, HEADS)[:, None]
-    near = tl.arange(0, HALF_BLOCK)[None, :]
+    head, near = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
     in_half = near < HALF
     far = near + HALF
     beyond = tl.arange(0, REST_BLOCK)[None, :] + 2 * HALF
@@ -253,9 +254,10 @@ def rotate_store_kernel(
     is_real = head < SHARE + 2
     dtype = mixed.dtype.element_ty
     source = mixed + token * token_stride + group * group_stride + head * head_stride
-    left = tl.load(source + near, mask=is_real & in_half, other=0.0).to(tl.float32)
-    right = tl.load(source + far, mask=is_real & in_half, other=0.0).to(tl.float32)
-    rest = tl.load(source + beyond, mask=is_real & in_rest, other=0.0).to(tl.float32)
+    first = (group * (SHARE + 2) + head) * WIDTH
+    left = _with_bias(source + near, bias, first + near, is_real & in_half, mixed)
+    right = _with_bias(source + far, bias, first + far, is_real & in_half, mixed)
+    rest = _with_bias(source + beyond, bias, first + beyond, is_real & in_rest, mixed)
     if query_norm is not None:
         squares = tl.sum(left * left, 1) + tl.sum(right * right, 1) + tl.sum(rest * rest, 1)
         inverse = tl.rsqrt(squares / WIDTH + epsilon)[:, None]
@@ -275,6 +277,15 @@ def rotate_store_kernel(
     is_key, is_value = head == SHARE, head == SHARE + 1
     _write(left, right, rest, keys, cell, key_scales, group, is_key, near, far, beyond, in_half, in_rest)
     _write(left, right, rest, values, cell, value_scales, group, is_value, near, far, beyond, in_half, in_rest)
+
+
+@triton.jit
+def _with_bias(place, bias, number, inside, mixed):
+    numbers = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        numbers += tl.load(bias + number, mask=inside, other=0.0).to(tl.float32)
+        numbers = numbers.to(mixed.dtype.element_ty).to(tl.float32)
+    return numbers
 
 
 @triton.jit

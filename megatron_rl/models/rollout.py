@@ -43,6 +43,7 @@ class RolloutPlan(AttentionPlan, Protocol):
         self,
         layer: int,
         mixed: torch.Tensor,
+        bias: torch.Tensor | None,
         query_norm: torch.nn.Module | None,
         key_norm: torch.nn.Module | None,
         kind: LayerKind,
@@ -50,7 +51,7 @@ class RolloutPlan(AttentionPlan, Protocol):
     ) -> torch.Tensor:
         """Apply norms, rotation, cache and attention to ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
 
-        A group's queries, its key and its value lie side by side.
+        ``bias`` [groups x (share + 2) x D] is added first. A group's queries, its key and its value lie side by side.
         """
         ...
 

@@ -160,6 +160,20 @@ def call_linear(module: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Ten
     return module.forward(tokens)
 
 
+def call_without_bias(linear: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call ``linear(tokens)``, and leave its bias to the caller's kernel where it adds one after the product.
+
+    It adds the bias itself, and returns None, where hooks want its whole output, and where an adapter is added later.
+    """
+    if linear.bias is None or hasattr(linear, "adapter") or linear._forward_hooks or linear._forward_pre_hooks:
+        return call_linear(linear, tokens)
+    before, linear.skip_bias_add = linear.skip_bias_add, True
+    try:
+        return linear.forward(tokens)
+    finally:
+        linear.skip_bias_add = before
+
+
 class ScaledEmbedding(LanguageModelEmbedding):
     """megatron's embedding, times `factor`."""
 

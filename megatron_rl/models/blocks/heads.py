@@ -22,6 +22,7 @@ from megatron_rl.models.rollout_ops import (
     WholeColumnLinear,
     WholeRowLinear,
     call_linear,
+    call_without_bias,
     is_rms,
 )
 
@@ -86,15 +87,18 @@ class HeadAttention(Block, PlannedSelfAttention):
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         if plan.stores_heads and self._is_storable:
-            mixed = self._mixed(normed)
-            attended = plan.attend_mixed(self.layer_number, mixed, *self._norms, self.kind, self.sinks)
+            product, bias = call_without_bias(self.linear_qkv, normed)
+            mixed = self._in_heads(product)
+            attended = plan.attend_mixed(self.layer_number, mixed, bias, *self._norms, self.kind, self.sinks)
         else:
             attended = plan.attend(self.layer_number, *self._heads(normed, plan), self.kind, self.sinks)
         return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
 
     def _mixed(self, normed: LinearInput) -> torch.Tensor:
         """``[T, hidden]`` -> ``[T, groups, share + 2, D]``: a group's queries, its key, its value."""
-        mixed, _ = call_linear(self.linear_qkv, normed)
+        return self._in_heads(call_linear(self.linear_qkv, normed)[0])
+
+    def _in_heads(self, mixed: torch.Tensor) -> torch.Tensor:
         return mixed.view(
             mixed.shape[0], self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )

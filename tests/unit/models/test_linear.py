@@ -12,9 +12,13 @@ from megatron_rl.models.rollout_ops import (
     RowParallelLinear,
     WholeColumnLinear,
     WholeRowLinear,
+    call_linear,
+    call_without_bias,
     rollout_product,
 )
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.quantization.copies import QuantizedLinear
+from megatron_rl.registry import RECIPES
 from tests.support.tiny import tiny_config, tiny_policy
 
 STOCK = {WholeColumnLinear: ColumnParallelLinear, WholeRowLinear: RowParallelLinear}
@@ -57,6 +61,31 @@ def test_biases_are_put_where_stock_puts_them(one_rank: ParallelGroups) -> None:
     """The query-key-value bias is added at once, the others are left to a later step."""
     biases = [module(torch.randn(2, 1, module.input_size))[1] for module in linears(disable_bias_linear=False)]
     assert [bias is None for bias in biases] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("recipe", [None, "int8"])
+@pytest.mark.parametrize("kind", [WholeColumnLinear, ColumnParallelLinear])
+def test_a_kernel_may_add_the_bias(one_rank: ParallelGroups, kind: type, recipe: str | None) -> None:
+    module, *_ = linears()
+    module.__class__ = kind
+    if recipe is not None:
+        copy = QuantizedLinear("linear_qkv", module, RECIPES.get(recipe))
+        copy.recipe.encode(copy.parameter, copy.weight)
+        copy.install()
+    tokens = torch.randn(3, module.input_size)
+    with torch.inference_mode():
+        whole, none = call_linear(module, tokens)
+        product, bias = call_without_bias(module, tokens)
+        after, still_none = call_linear(module, tokens)
+        assert bias is module.bias and none is still_none is None
+        assert torch.equal(product + bias, whole) and torch.equal(after, whole)
+        hook = module.register_forward_hook(lambda *_: None)
+        output, left = call_without_bias(module, tokens)
+        assert left is None and torch.equal(output, whole), "hooks see the whole output"
+        hook.remove()
+        module.adapter = torch.nn.Identity()
+        output, left = call_without_bias(module, tokens)
+        assert left is None and torch.equal(output, whole), "an adapter's output is added to that with the bias"
 
 
 def test_several_tensor_parallel_ranks_keep_the_stock_layers(one_rank: ParallelGroups) -> None:

@@ -149,8 +149,9 @@ class KernelChecks:
         ids=["grouped", "alone", "odd", "partial"],
     )  # fmt: skip
     @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
-    def test_rotation_and_cache(self, dtype, share, width, rotated, normed):
-        self._check_heads(dtype, share, width, rotated, normed, stored=None)
+    @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+    def test_rotation_and_cache(self, dtype, share, width, rotated, normed, biased):
+        self._check_heads(dtype, share, width, rotated, normed, stored=None, biased=biased)
 
     def test_a_cache_of_codes(self):
         self._check_heads(torch.float32, 4, 16, 16, True, stored=FP8)
@@ -211,7 +212,7 @@ class KernelChecks:
         keys, values = (torch.zeros(4, 16, groups, width, dtype=numbers.storage, device=self.device) for _ in range(2))
         return keys, values, cells.to(self.device), *numbers.scales(0)
 
-    def _check_heads(self, dtype, share, width, rotated, normed, stored):
+    def _check_heads(self, dtype, share, width, rotated, normed, stored, biased=False):
         from megatron_rl.models.kernels import rotate_store
 
         groups, cells = 2, torch.tensor([33, 0, 62])
@@ -219,7 +220,9 @@ class KernelChecks:
         mixed = randn(3, groups * (share + 2) * width + 8, dtype=dtype)[:, 8:].unflatten(1, (groups, share + 2, width))
         cos, sin = randn(3, 1, 1, rotated, seed=5, dtype=dtype), randn(3, 1, 1, rotated, seed=6, dtype=dtype)
         weights = [1 + randn(width, seed=seed, dtype=dtype) for seed in (7, 8)]
-        query, key, value = mixed[:, :, :share], mixed[:, :, share], mixed[:, :, share + 1]
+        bias = randn(groups * (share + 2) * width, seed=9, dtype=dtype) if biased else None
+        whole = mixed if bias is None else mixed + bias.view(mixed.shape[1:])
+        query, key, value = whole[:, :, :share], whole[:, :, share], whole[:, :, share + 1]
         if normed:
             query, key = (
                 functional.rms_norm(heads, (width,), weight, 1e-5)
@@ -234,7 +237,7 @@ class KernelChecks:
             there.key_scales.copy_(numbers.key_scales), there.value_scales.copy_(numbers.value_scales)
         stored_in = self._stored(there, groups, width, cells)
         norms = [SimpleNamespace(weight=self._to(weight), eps=1e-5) if normed else None for weight in weights]
-        actual = rotate_store(*map(self._to, (mixed, cos, sin)), *norms, *stored_in)
+        actual = rotate_store(*map(self._to, (mixed, cos, sin)), *norms, *stored_in, bias=self._to(bias))
         near(actual, query, self._tolerance(dtype))
         for cached, wanted in zip(stored_in[:2], numbers.pack(0, key, value), strict=True):
             rows = cached.cpu().view(-1, groups, width)

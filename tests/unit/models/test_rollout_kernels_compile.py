@@ -109,15 +109,18 @@ def test_sums_of_experts():
     assert text.count("ld.global.v4") >= 8 and "atom" not in text
 
 
-@pytest.mark.parametrize(("codes", "normed"), [(False, False), (True, True)])
-def test_rotation_and_cache(normed, codes):
+@pytest.mark.parametrize(
+    ("codes", "normed", "biased"), [(False, False, False), (True, True, False), (False, False, True)]
+)
+def test_rotation_and_cache(normed, codes, biased):
     from megatron_rl.models.kernels import rotate_store_kernel
 
     stored, scales = ("*u8", "*fp32") if codes else ("*bf16", None)
     types = dict.fromkeys(("mixed", "cos", "sin", "query"), "*bf16") | {"cells": "*i64", "epsilon": "fp32"}
     types |= dict.fromkeys(("keys", "values"), stored)
     constants = {"SHARE": 7, "WIDTH": 128, "HALF": 64, "HEADS": 16, "HALF_BLOCK": 64, "REST_BLOCK": 1}
-    for names, kind in ((("key_scales", "value_scales"), scales), (("query_norm", "key_norm"), "*bf16" * normed)):
+    for names, kind in ((("key_scales", "value_scales"), scales), (("query_norm", "key_norm"), "*bf16" * normed),
+                        (("bias",), "*bf16" * biased)):  # fmt: skip
         types |= dict.fromkeys(names, kind) if kind else {}
         constants |= {} if kind else dict.fromkeys(names)
     text, _ = compiled(rotate_store_kernel, types, constants, num_warps=4)

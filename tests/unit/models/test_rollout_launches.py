@@ -97,6 +97,7 @@ def test_a_layer_launches_few_kernels(
 ) -> None:
     seen = of_a_layer(model, recipe, stored, RolloutOps(fused=True))
     assert 8 <= seen.total() <= most, seen
+    assert "add" not in seen, "the kernel behind the projection adds its bias"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_tensor_parallel_ranks_exchange_what_bf16_does() -> None:
         collectives = seen.pop("all_reduce")
         assert collectives == 2, (recipe, seen)
         assert sum(seen.values()) <= DENSE["bf16" if recipe == "none" else "fp8"], (recipe, seen)
+        assert "add" not in seen, (recipe, seen)
 
 
 def test_what_a_step_launches_beside_its_layers(one_rank: object) -> None:
