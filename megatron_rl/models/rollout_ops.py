@@ -34,6 +34,10 @@ from megatron_rl.quantization.recipe import PackedActivations
 
 WIDE, STRIP, STRIP_ELEMENTS = 2048, 384, 2**18
 LEAST_WORK = 2048  # numbers of a product's input: below them the calls of the strips cost more than they gain
+THIN_PRODUCTS = False
+"""Whether decode steps in bf16 on CUDA use `thin_product`: not until ``tools.benchmark.gpu products`` shows a gain."""
+THIN_ROWS, THIN_COLUMNS = 64, 8192
+"""Its largest products: cuBLAS, in tiles of 128 x 128, leaves half of an H200's processors idle there."""
 LinearInput = torch.Tensor | PackedActivations
 
 
@@ -103,6 +107,9 @@ class NormAcrossHeads(TorchNorm):
 class WholeColumnLinear(ColumnParallelLinear):
     """A `ColumnParallelLinear` whose only rank has all columns."""
 
+    may_be_thin = True
+    """False: rollouts never use `thin_product`, whose bits are not those of the training forward."""
+
     def forward(
         self,
         input_: torch.Tensor,
@@ -112,16 +119,39 @@ class WholeColumnLinear(ColumnParallelLinear):
         """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
         weight = self.weight if weight is None else weight
         in_rollout = input_.dim() == 2 and not torch.is_grad_enabled()
-        product = rollout_product(input_, weight) if in_rollout else torch.matmul(input_, weight.t())
+        multiply = rollout_product if in_rollout else _product
+        product = (_thin_product if _is_thin(self, input_) else multiply)(input_, weight)
         return _with_bias(product, self.bias, self.skip_bias_add)
 
 
 class WholeRowLinear(RowParallelLinear):
     """A `RowParallelLinear` whose only rank has all rows."""
 
+    may_be_thin = True
+    """As of `WholeColumnLinear`."""
+
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
-        return _with_bias(torch.matmul(input_, self.weight.t()), self.bias, self.skip_bias_add)
+        multiply = _thin_product if _is_thin(self, input_) else _product
+        return _with_bias(multiply(input_, self.weight), self.bias, self.skip_bias_add)
+
+
+def _is_thin(linear: torch.nn.Module, tokens: torch.Tensor) -> bool:
+    """Return whether a decode step's product is one for `thin_product`; training may bring experts few tokens, too."""
+    if not (THIN_PRODUCTS and linear.may_be_thin and tokens.is_cuda) or torch.is_grad_enabled() or linear.is_expert:
+        return False
+    is_small = tokens.dim() == 2 and len(tokens) <= THIN_ROWS and len(linear.weight) <= THIN_COLUMNS
+    return is_small and tokens.dtype == torch.bfloat16
+
+
+def _thin_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    from megatron_rl.quantization.thin_kernels import thin_product
+
+    return thin_product(tokens, weight, None, None, tokens.dtype)
+
+
+def _product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(tokens, weight.t())
 
 
 def rollout_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""Products of few tokens with 8-bit weights, as a decode step has them: the time is that of reading the weights.
+"""Products of few tokens, as a decode step has them, with 8-bit or bf16 weights: the time is that of reading these.
 
     weight [N, K] ──► column tiles x splits of K, a program each ──► parts [splits, M, N] ──► summed in order, scaled
 
 Where there are fewer column tiles than programs that fill a GPU, several share a tile, each with a part of K
 ("split-K"), and a second kernel adds the parts up: always in the same order, so that the same inputs give the same
-bits. The weight is the left operand, whose tile has the 64 rows or more that Hopper's tensor cores want. With scales of
-tiles each product of `TILE` inputs is scaled before it is added.
+bits. The number of splits depends on the weight's shape alone: a row's bits do not depend on how many rows there are.
+The weight is the left operand, whose tile has the 64 rows or more that Hopper's tensor cores want. With scales of tiles
+each product of `TILE` inputs is scaled before it is added.
 """
 
 from __future__ import annotations
@@ -33,46 +34,56 @@ class ThinTiles(NamedTuple):
     warps: int
     stages: int
     programs: int
+    least_steps: int = 1
+    """Of ``depth`` inputs each that a program has: with fewer, part sums would be as large as the weight."""
+
+    def cut(self, columns: int, depth: int) -> tuple[int, int]:
+        """Return the steps of each split of ``depth`` inputs, and the number of splits."""
+        steps, column_tiles = triton.cdiv(depth, self.depth), triton.cdiv(columns, self.columns)
+        share = max(min(self.least_steps, steps), triton.cdiv(steps, max(1, min(steps, self.programs // column_tiles))))
+        return share, triton.cdiv(steps, share)
 
 
 _FEW = ThinTiles(columns=64, depth=128, warps=4, stages=6, programs=264)
 _MORE = ThinTiles(columns=64, depth=128, warps=4, stages=4, programs=264)
 """The fastest of 18 on an H200 for the linears of a 7B (docs/measurements/gpu.md); programs are two for each of its 132
 processors."""
+_BF16 = _FEW._replace(depth=64, least_steps=4)
+"""As many bytes a step as of 8-bit weights; not timed. With 32 rows, part sums are at most a quarter of the weight."""
 
 
-def tiles_for_few(tokens: int) -> ThinTiles:
-    """Return the tiles of a product with at most `MOST_TOKENS`."""
-    return _FEW if tokens <= 32 else _MORE
+def tiles_for_few(tokens: int, dtype: torch.dtype = torch.int8) -> ThinTiles:
+    """Return the tiles of a product with at most `MOST_TOKENS`, with a weight of ``dtype``."""
+    few = _FEW if tokens <= 32 else _MORE
+    return _BF16 if dtype == torch.bfloat16 else few
 
 
 def thin_product(
     codes: torch.Tensor,
     weight_codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight_scales: torch.Tensor,
+    scales: torch.Tensor | None,
+    weight_scales: torch.Tensor | None,
     dtype: torch.dtype,
     tiles: ThinTiles | None = None,
     tiled: bool = False,
 ) -> torch.Tensor:
     """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``.
 
-    Of int8 or float8_e4m3fn [M, K] and [N, K], M up to 128: rows may have any stride, columns are adjacent. fp32
-    ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous; or ``tiled``, of 1 x 128 segments [M, S] and 128 x 128
-    tiles [at least N / 128, S]. int8 has exact sums and one fp32 rounding an operation; fp8 sums are in fp32 but for
-    the 128 products of a tile, which Hopper adds up in fewer bits.
+    Of int8, float8_e4m3fn or, without scales, bfloat16 [M, K] and [N, K], M up to 128: rows may have any stride,
+    columns are adjacent. fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous; or ``tiled``, of 1 x 128
+    segments [M, S] and 128 x 128 tiles [at least N / 128, S]. int8 has exact sums and one fp32 rounding an operation;
+    fp8 sums are in fp32 but for the 128 products of a tile, which Hopper adds up in fewer bits; bf16 sums are in fp32.
     """
     (rows, depth), columns = codes.shape, weight_codes.shape[0]
-    tiles = tiles or tiles_for_few(rows)
-    steps, column_tiles = triton.cdiv(depth, tiles.depth), triton.cdiv(columns, tiles.columns)
-    share = triton.cdiv(steps, max(1, min(steps, tiles.programs // column_tiles)))
-    splits = triton.cdiv(steps, share)
+    tiles = tiles or tiles_for_few(rows, codes.dtype)
+    share, splits = tiles.cut(columns, depth)
+    scale_strides = (0, 0, 0) if scales is None else (*scales.stride(), weight_scales.stride(0))
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     sums = torch.int32 if codes.dtype == torch.int8 else torch.float32
     parts = out if splits == 1 else torch.empty(splits, rows, columns, dtype=sums, device=codes.device)
-    thin_kernel[(column_tiles, splits)](
+    thin_kernel[(triton.cdiv(columns, tiles.columns), splits)](
         codes, weight_codes, parts, scales, weight_scales, rows, columns, depth, codes.stride(0),
-        weight_codes.stride(0), *scales.stride(), weight_scales.stride(0), TILED=tiled,
+        weight_codes.stride(0), *scale_strides, TILED=tiled,
         ROWS=max(16, triton.next_power_of_2(rows)), COLUMNS=tiles.columns, DEPTH=tiles.depth, STEPS=share,
         WHOLE=splits == 1, EVEN=depth % (share * tiles.depth) == 0 and columns % tiles.columns == 0,
         num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
@@ -123,14 +134,12 @@ def thin_kernel(
         tokens += DEPTH
     place = row[None, :] * columns + column[:, None]
     inside = real_row[None, :] & real_column[:, None]
-    if TILED and WHOLE:
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
-    elif WHOLE:
+    if WHOLE and not TILED and scales is not None:
         by_row = tl.load(scales + row, mask=real_row, other=0.0)[None, :]
         by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[:, None]
-        tl.store(out + place, (result.to(tl.float32) * by_row * by_column).to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(out + tl.program_id(1).to(tl.int64) * rows * columns + place, result, mask=inside)
+        result = result.to(tl.float32) * by_row * by_column
+    part = out + tl.program_id(1).to(tl.int64) * rows * columns
+    tl.store(part + place, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

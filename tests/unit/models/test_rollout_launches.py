@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.inference.sampler import SamplingModes
+from megatron_rl.models import rollout_ops
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform import current_platform
@@ -111,6 +112,18 @@ def test_a_layer_of_experts_launches_few_kernels(one_rank: object, recipe: str, 
     assert seen["rows_kernel"] == (recipe != "none"), "the projection's input is attention's; all others come quantised"
     eager = of_a_layer("experts", recipe, None, RolloutOps(fused=False))
     assert eager.total() >= 30, eager
+
+
+def test_thin_products_of_bf16_are_switched_on(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All linears of the tiny model are narrow; not with more rows, nor where rollouts need the bits of training."""
+    monkeypatch.setattr(rollout_ops, "THIN_PRODUCTS", True)
+    seen = of_a_layer("biased", "none", None, RolloutOps(fused=True))
+    assert seen["thin_kernel"] == 4 and not {"mm", "matmul"} & seen.keys()
+    monkeypatch.setattr(rollout_ops.WholeRowLinear, "may_be_thin", False)
+    seen = of_a_layer("biased", "none", None, RolloutOps(fused=True))
+    assert (seen["thin_kernel"], seen["matmul"]) == (2, 2)
+    monkeypatch.setattr(rollout_ops, "THIN_ROWS", 5)
+    assert "thin_kernel" not in of_a_layer("biased", "none", None, RolloutOps(fused=True))
 
 
 def test_the_count_sees_what_is_fused(one_rank: object) -> None:

@@ -153,3 +153,22 @@ def test_products_of_few_tokens(tokens, codes, product, tiled):
     )  # fmt: skip
     assert f"wgmma.mma_async.sync.aligned.m64n{rows}{product}" in made.ptx and "cp.async" in made.ptx
     assert made.resources.spilled == 0 and made.programs_at_once >= 2
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("tokens", [1, 32, 64])
+def test_products_of_few_tokens_in_bf16(tokens, whole):
+    """As many steps of K whatever the number of tokens: their order is part of a row's bits."""
+    from megatron_rl.quantization.thin_kernels import thin_kernel, tiles_for_few
+
+    tiles, rows = tiles_for_few(tokens, torch.bfloat16), max(tokens, 16)
+    pointers = {"codes": "*bf16", "weight_codes": "*bf16", "out": "*bf16" if whole else "*fp32"}
+    constants = {"ROWS": rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "STEPS": 14, "scales": None}
+    constants |= {"WHOLE": whole, "EVEN": True, "TILED": False, "weight_scales": None}
+    made = compile_for_hopper(
+        thin_kernel, pointers, constants, ("columns", "depth", "code_stride", "weight_stride"), num_warps=tiles.warps,
+        num_stages=tiles.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    wgmma = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16"
+    assert made.ptx.count(wgmma) == made.ptx.count("wgmma.mma_async") == tiles.depth // 16 and "cp.async" in made.ptx
+    assert made.resources.spilled == 0 and made.programs_at_once >= 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.quantization.formats import FP8
-from tests.support.interpreter import INTERPRETED, run_interpreted
+from tests.support.interpreter import INTERPRETED, mend, run_interpreted
 from tests.unit.quantization.test_kernels import needs_triton, numbers
 
 SHAPES = {
@@ -72,7 +72,48 @@ class ThinChecks:
         torch.testing.assert_close(found, wanted, rtol=0, atol=self.fp8_error * float(wanted.abs().max()))
 
 
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_it_is_the_product_of_bf16(self, shape: str):
+        from megatron_rl.quantization.thin_kernels import thin_product, tiles_for_few
+
+        rows, columns, depth, programs = SHAPES[shape]
+        tokens, weight = numbers(rows, depth, torch.bfloat16), numbers(columns, depth, torch.bfloat16)
+        tiles = tiles_for_few(rows, torch.bfloat16)._replace(programs=programs, least_steps=2)
+        given = tokens.to(self.device), weight.to(self.device), None, None
+        wanted = torch.mm(tokens.float(), weight.float().t())
+        torch.testing.assert_close(thin_product(*given, torch.float32, tiles).cpu(), wanted, rtol=1e-5, atol=1e-4)
+        found = thin_product(*given, torch.bfloat16, tiles).cpu()
+        torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=1e-4)  # the interpreter truncates
+
+    def test_a_row_has_the_same_bits_in_every_batch(self):
+        """In bf16. In the interpreter with exact sums: numpy adds up differently for each number of rows."""
+        from megatron_rl.quantization.thin_kernels import thin_product
+
+        tokens, weight = (numbers(size, 2048, torch.bfloat16) for size in (64, 192))
+        if self.device == "cpu":
+            tokens, weight = tokens.sign(), weight.sign()
+        tokens, weight = tokens.to(self.device), weight.to(self.device)
+        whole = thin_product(tokens, weight, None, None, torch.bfloat16)
+        for rows in (1, 5, 16, 17, 33):
+            assert torch.equal(thin_product(tokens[:rows], weight, None, None, torch.bfloat16), whole[:rows]), rows
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_the_splits_depend_on_the_weight_alone(dtype: torch.dtype):
+    """Of the linears of a 7B and a 0.5B, and one that has less than a step."""
+    from megatron_rl.quantization.thin_kernels import tiles_for_few
+
+    for columns, depth in ((4608, 3584), (3584, 18_944), (1152, 896), (64, 16)):
+        each = [tiles_for_few(rows, dtype) for rows in (1, 16, 17, 32, 33, 64, 128)]
+        assert len({(tiles.columns, tiles.depth, tiles.cut(columns, depth)) for tiles in each}) == 1
+        (share, splits), tiles = each[0].cut(columns, depth), each[0]
+        assert (splits - 1) * share * tiles.depth < depth <= splits * share * tiles.depth
+        assert splits == 1 or share >= tiles.least_steps
+
+
 if INTERPRETED:
+    mend()
 
     @pytest.mark.each_value
     class TestInterpreted(ThinChecks):

@@ -12,6 +12,7 @@ from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.models.attention.backend import Backend, CacheKernel, Requirements
 from megatron_rl.models.attention.selection import facts_of
 from megatron_rl.models.gpt import build_model
+from megatron_rl.models.rollout_ops import THIN_ROWS
 from megatron_rl.platform.groups import seed_everything
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.linears import QuantizedLinears
@@ -82,7 +83,10 @@ def _cache(
 
 
 def products(bench: Bench) -> Iterator[Row]:
-    """bf16, ``torch._scaled_mm`` by row, and the recipes' whole linears (activations quantised, product, scales)."""
+    """bf16 by cuBLAS and by `thin_product`, ``torch._scaled_mm`` by row, and the recipes' whole linears.
+
+    A recipe quantises the activations, multiplies and scales.
+    """
     for tokens in bench.sizes.batches:
         for linear in bench.sizes.middle.layout.layers[0].linears:
             labels = {"linear": linear.name.rpartition(".")[2], "N": linear.rows, "K": linear.columns, "M": tokens}
@@ -98,6 +102,8 @@ def _products(bench: Bench, rows: int, columns: int, tokens: int) -> Iterator[Ro
     plain = bench.kernel_seconds(lambda: x @ next(turns).t(), inner=count)
     least = roofline_ms(rows * columns, bench.bandwidth)
     yield {"product": "bf16", "us": 1e6 * plain, "ratio": ratio(1e3 * plain, None if least is None else 2 * least)}
+    if tokens <= THIN_ROWS and bench.device.type == "cuda":
+        yield from guarded(_thin(bench, x, turns, count, plain, least), {"product": "bf16, thin_product"})
     codes, turns8 = x.to(formats.FP8), itertools.cycle([weight.to(formats.FP8) for weight in weights])
 
     def timed(work: Callable[[], object]) -> Iterator[Row]:
@@ -113,6 +119,16 @@ def _products(bench: Bench, rows: int, columns: int, tokens: int) -> Iterator[Ro
         yield from guarded(timed(work), {"product": f"_scaled_mm, fast accumulation {'on' if fast else 'off'}"})
     for name in MEASURED:
         yield from guarded(linear(RECIPES.get(name)), {"product": f"linear as {name}"})
+
+
+def _thin(
+    bench: Bench, x: torch.Tensor, weights: Iterator[torch.Tensor], count: int, plain: float, least: float | None
+) -> Iterator[Row]:
+    from megatron_rl.quantization.thin_kernels import thin_product
+
+    took = bench.kernel_seconds(lambda: thin_product(x, next(weights), None, None, x.dtype), inner=count)
+    best = ratio(1e3 * took, None if least is None else 2 * least)
+    yield {"us": 1e6 * took, "ratio": best, "speed_over_bf16": plain / took}
 
 
 def activations(bench: Bench) -> Iterator[Row]:
