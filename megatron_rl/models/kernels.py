@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.quantization import formats
+from megatron_rl.quantization.dependent_launch import dependent, wait
 from megatron_rl.quantization.kernels import FEW_ROWS, codes_of, e4m3_of, magnitude_bits, scale_of
 from megatron_rl.quantization.recipe import PackedActivations, Packing
 
@@ -40,7 +41,7 @@ def add_norm(
     block = max(triton.next_power_of_2(sink["out_columns"]), 128)
     add_norm_kernel[(rows,)](
         residual, output, bias, weight, columns, residual.stride(0), 0 if output is None else output.stride(0), epsilon,
-        **sink, BLOCK=block, num_warps=_warps(rows, block, packing),
+        **sink, BLOCK=block, num_warps=_warps(rows, block, packing), **dependent(),
     )  # fmt: skip
     return residual if output is None else output, written
 
@@ -59,8 +60,9 @@ def gate_up(
     else:
         block, rest = two_powers(sink["out_columns"])
     gate_kernel[(rows, triton.cdiv(sink["out_columns"], block + rest))](
-        inner, shares, columns, inner.stride(0), **sink, BLOCK=block, REST=rest, num_warps=_warps(rows, block, packing)
-    )
+        inner, shares, columns, inner.stride(0), **sink, BLOCK=block, REST=rest,
+        num_warps=_warps(rows, block, packing), **dependent(),
+    )  # fmt: skip
     return written
 
 
@@ -100,9 +102,10 @@ def sink_for(
 def add_norm_kernel(
     residual, output, bias, weight, columns, residual_stride, output_stride, epsilon,
     out, scales, smoothing, out_columns, scale_stride,
-    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Add the residual and normalize; one program per row, the whole row in registers."""
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -128,8 +131,10 @@ def gate_kernel(
     inner, shares, columns, inner_stride,
     out, scales, smoothing, out_columns, scale_stride,
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply gate and up projection; one program per row, of BLOCK + REST columns, or per stretch of one."""
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     product = _gated(inner, shares, row, column, columns, inner_stride)
@@ -202,18 +207,10 @@ def write_row(
 
 
 def rotate_store(
-    mixed: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    query_norm: torch.nn.Module | None,
-    key_norm: torch.nn.Module | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cells: torch.Tensor,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query_norm: torch.nn.Module | None,
+    key_norm: torch.nn.Module | None, keys: torch.Tensor, values: torch.Tensor, cells: torch.Tensor,
+    key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Map ``mixed`` [T, groups, share + 2, D], a group's queries, key and value, to query [T, 1, groups x share, D].
 
     ``bias`` [groups x (share + 2) x D] is added first. ``cos`` and ``sin`` [T, ..., R] are those of `RopeTable.at`; the
@@ -230,7 +227,7 @@ def rotate_store(
         mixed, bias, cos, sin, *norms, query, keys, values, cells, key_scales, value_scales, *mixed.stride()[:3],
         groups, SHARE=heads - 2, WIDTH=width, HALF=half, HEADS=heads_block,
         HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
-        num_warps=min(max(heads_block * triton.next_power_of_2(width) // 512, 1), 8),
+        num_warps=min(max(heads_block * triton.next_power_of_2(width) // 512, 1), 8), **dependent(),
     )  # fmt: skip
     return query
 
@@ -241,14 +238,14 @@ def rotate_store_kernel(
     mixed, bias, cos, sin, query_norm, key_norm, epsilon, query, keys, values, cells, key_scales, value_scales,
     token_stride, group_stride, head_stride, groups,
     SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Rotate and store; one program per token and group. Heads are two rotated halves and a rest that is not."""
+    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     head, near = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
-    in_half = near < HALF
-    far = near + HALF
+    in_half, far = near < HALF, near + HALF
     beyond = tl.arange(0, REST_BLOCK)[None, :] + 2 * HALF
     in_rest = beyond < WIDTH
     is_real = head < SHARE + 2
@@ -267,16 +264,14 @@ def rotate_store_kernel(
     angles = token * 2 * HALF
     turned_left = _turned(left, right, cos + angles + near, sin + angles + near, in_half, mixed)
     turned_right = _turned(right, left, cos + angles + far, sin + angles + far, in_half, mixed)
-    is_turned = head <= SHARE
-    left = tl.where(is_turned, turned_left, left).to(dtype)
-    right = tl.where(is_turned, turned_right, right).to(dtype)
+    left = tl.where(head <= SHARE, turned_left, left).to(dtype)
+    right = tl.where(head <= SHARE, turned_right, right).to(dtype)
     rest = rest.to(dtype)
     place = ((token * groups + group) * SHARE + head) * WIDTH
     _write(left, right, rest, query, place, None, group, head < SHARE, near, far, beyond, in_half, in_rest)
     cell = (tl.load(cells + token) * groups + group) * WIDTH + head * 0
-    is_key, is_value = head == SHARE, head == SHARE + 1
-    _write(left, right, rest, keys, cell, key_scales, group, is_key, near, far, beyond, in_half, in_rest)
-    _write(left, right, rest, values, cell, value_scales, group, is_value, near, far, beyond, in_half, in_rest)
+    _write(left, right, rest, keys, cell, key_scales, group, head == SHARE, near, far, beyond, in_half, in_rest)
+    _write(left, right, rest, values, cell, value_scales, group, head == SHARE + 1, near, far, beyond, in_half, in_rest)
 
 
 @triton.jit

@@ -40,15 +40,9 @@ class RolloutPlan(AttentionPlan, Protocol):
         ...
 
     def attend_mixed(
-        self,
-        layer: int,
-        mixed: torch.Tensor,
-        bias: torch.Tensor | None,
-        query_norm: torch.nn.Module | None,
-        key_norm: torch.nn.Module | None,
-        kind: LayerKind,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, mixed: torch.Tensor, bias: torch.Tensor | None, query_norm: torch.nn.Module | None,
+        key_norm: torch.nn.Module | None, kind: LayerKind, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Apply norms, rotation, cache and attention to ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
 
         ``bias`` [groups x (share + 2) x D] is added first. A group's queries, its key and its value lie side by side.
@@ -61,13 +55,9 @@ class RolloutPlan(AttentionPlan, Protocol):
         ...
 
     def attend_latent(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        absorbed: Callable[[], torch.Tensor],
-        kind: LayerKind,
-    ) -> tuple[torch.Tensor, bool]:
+        self, layer: int, latent: torch.Tensor, heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        absorbed: Callable[[], torch.Tensor], kind: LayerKind,
+    ) -> tuple[torch.Tensor, bool]:  # fmt: skip
         """Keep ``latent`` [T, 1, 1, W], and attend; whether to the latents in the cache.
 
         Then it is ``absorbed`` queries, [T, 1, heads, W], that attend, and the result has a latent a head. In prompts

@@ -107,14 +107,8 @@ class NormAcrossHeads(TorchNorm):
 class WholeColumnLinear(ColumnParallelLinear):
     """A `ColumnParallelLinear` whose only rank has all columns."""
 
-    may_be_thin = True
-    """False: rollouts never use `thin_product`, whose bits are not those of the training forward."""
-
     def forward(
-        self,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
         weight = self.weight if weight is None else weight
@@ -127,9 +121,6 @@ class WholeColumnLinear(ColumnParallelLinear):
 class WholeRowLinear(RowParallelLinear):
     """A `RowParallelLinear` whose only rank has all rows."""
 
-    may_be_thin = True
-    """As of `WholeColumnLinear`."""
-
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
         multiply = _thin_product if _is_thin(self, input_) else _product
@@ -137,11 +128,12 @@ class WholeRowLinear(RowParallelLinear):
 
 
 def _is_thin(linear: torch.nn.Module, tokens: torch.Tensor) -> bool:
-    """Return whether a decode step's product is one for `thin_product`; training may bring experts few tokens, too."""
-    if not (THIN_PRODUCTS and linear.may_be_thin and tokens.is_cuda) or torch.is_grad_enabled() or linear.is_expert:
+    """Return whether a decode step's product is one for `thin_product`, whose bits are not those of training."""
+    if not THIN_PRODUCTS or torch.is_grad_enabled() or getattr(linear.config, "batch_invariant_mode", False):
         return False
-    is_small = tokens.dim() == 2 and len(tokens) <= THIN_ROWS and len(linear.weight) <= THIN_COLUMNS
-    return is_small and tokens.dtype == torch.bfloat16
+    # Experts see two dimensions in training, too.
+    is_few = tokens.dim() == 2 and len(tokens) <= THIN_ROWS and not linear.is_expert
+    return is_few and len(linear.weight) <= THIN_COLUMNS and tokens.is_cuda and tokens.dtype == torch.bfloat16
 
 
 def _thin_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,13 @@ import triton
 import triton.language as tl
 
 from megatron_rl.arithmetic import TILE
+from megatron_rl.quantization.dependent_launch import dependent, prefetch, wait
 
 MOST_TOKENS = 128
 """With more, larger tiles are faster."""
 _TILE = tl.constexpr(TILE)
+_PREFETCHED = tl.constexpr(4)
+"""Steps whose weights a program asks for before it waits for the tokens; 128 bytes a column each."""
 _SUMMED = 1024
 """Numbers of a row that a program of the second kernel adds up."""
 
@@ -59,14 +62,9 @@ def tiles_for_few(tokens: int, dtype: torch.dtype = torch.int8) -> ThinTiles:
 
 
 def thin_product(
-    codes: torch.Tensor,
-    weight_codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    weight_scales: torch.Tensor | None,
-    dtype: torch.dtype,
-    tiles: ThinTiles | None = None,
-    tiled: bool = False,
-) -> torch.Tensor:
+    codes: torch.Tensor, weight_codes: torch.Tensor, scales: torch.Tensor | None, weight_scales: torch.Tensor | None,
+    dtype: torch.dtype, tiles: ThinTiles | None = None, tiled: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``.
 
     Of int8, float8_e4m3fn or, without scales, bfloat16 [M, K] and [N, K], M up to 128: rows may have any stride,
@@ -86,12 +84,12 @@ def thin_product(
         weight_codes.stride(0), *scale_strides, TILED=tiled,
         ROWS=max(16, triton.next_power_of_2(rows)), COLUMNS=tiles.columns, DEPTH=tiles.depth, STEPS=share,
         WHOLE=splits == 1, EVEN=depth % (share * tiles.depth) == 0 and columns % tiles.columns == 0,
-        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
+        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False, **dependent(),
     )  # fmt: skip
     if splits > 1:
         parts_kernel[(rows, triton.cdiv(columns, _SUMMED))](
             parts, out, *((None, None) if tiled else (scales, weight_scales)), rows, columns, SPLITS=splits,
-            BLOCK=_SUMMED, num_warps=4, enable_fp_fusion=False,
+            BLOCK=_SUMMED, num_warps=4, enable_fp_fusion=False, **dependent(),
         )  # fmt: skip
     return out
 
@@ -101,7 +99,7 @@ def thin_kernel(
     codes, weight_codes, out, scales, weight_scales, rows, columns, depth, code_stride, weight_stride,
     scale_stride, segment_stride, tile_stride,
     TILED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
-    WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply codes: a program has all tokens, COLUMNS outputs and STEPS x DEPTH inputs; ``out``, or part sums."""
     row = tl.arange(0, ROWS)
@@ -113,6 +111,10 @@ def thin_kernel(
     sums: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
     result = tl.zeros((COLUMNS, ROWS), dtype=sums)
     start = tl.program_id(1) * STEPS * DEPTH
+    if PDL:
+        ahead = tl.minimum(start + tl.arange(0, min(STEPS, _PREFETCHED)) * DEPTH, depth - 1)[None, :]
+        prefetch(weight_codes + tl.minimum(column, columns - 1)[:, None].to(tl.int64) * weight_stride + ahead)
+    wait(PDL)
     if TILED:
         tile_scales = weight_scales + tl.program_id(0) * COLUMNS // _TILE * tile_stride
         following = _tile_scales(scales + row * scale_stride, tile_scales, segment_stride, start, depth, real_row)
@@ -152,9 +154,11 @@ def _tile_scales(scales, tile_scales, segment_stride, start, depth, real_row):
 
 @triton.jit(do_not_specialize=["rows"])
 def parts_kernel(
-    parts, out, scales, weight_scales, rows, columns, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    parts, out, scales, weight_scales, rows, columns, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Add up the parts; one program per BLOCK outputs of a token."""
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

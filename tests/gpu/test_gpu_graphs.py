@@ -14,8 +14,10 @@ import torch
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graph_key_lengths, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.models import rollout_ops
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import current_groups
+from megatron_rl.quantization import dependent_launch
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 from tests.support.generation import END, generate, letters, ragged_requests, tokens
@@ -113,6 +115,24 @@ def test_quantised_replays_see_a_requantisation(one_rank, recipe, caplog):
         after = generate(policy, graphed, _requests())
         assert after == generate(policy, eager, _requests())
     assert tokens(after) != tokens(before)
+    assert _captures(caplog) == 2
+
+
+@pytest.mark.parametrize("thin", [False, True])
+@pytest.mark.parametrize("recipe", ["none", "fp8", "int8", "fp8_block"])
+def test_dependent_launches_change_no_token(one_rank, recipe, thin, monkeypatch, caplog):
+    """Captured steps whose kernels start while the one before ends, against steps whose kernels do not."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("programmatic dependent launch needs compute capability 9.0")
+    monkeypatch.setattr(rollout_ops, "THIN_PRODUCTS", thin)
+    policy, found = tiny_policy(tiny_config(bf16=True, hidden_size=256, ffn_hidden_size=512)), []
+    linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe))
+    for is_on in (False, True):
+        monkeypatch.setattr(dependent_launch, "DEPENDENT_LAUNCHES", is_on)
+        engine = _engine(policy, 16)
+        with caplog.at_level(logging.INFO), linears.installed():
+            found.append([generate(policy, engine, _requests(), seed) for seed in range(1, 6)])
+    assert found[0] == found[1]
     assert _captures(caplog) == 2
 
 

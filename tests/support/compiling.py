@@ -65,6 +65,7 @@ def compile_for_hopper(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
+    constants = {p.name: p.default for p in kernel.params if p.has_default} | constants
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (parameter.num,): [["tt.divisibility", 16]]

@@ -3,6 +3,7 @@
     python -m tools.benchmark.gpu --json gpu.json                          everything, under 14 minutes on an H200
     python -m tools.benchmark.gpu roofline decode_7B                       some sections
     python -m tools.benchmark.gpu decode_7B --flag=--attention-backend=sdpa     with a flag of the training command
+    python -m tools.benchmark.gpu decode_7B --switch=dependent --switch=thin    with what is off until it is timed
     python -m tools.benchmark.gpu --rehearse                               tiny models: whether it works, not how fast
 
 Random weights, made on the device. Wall-clock medians between device synchronisations. A measurement that fails is a
@@ -14,6 +15,7 @@ runs each section in a process of its own. Without a CUDA device it rehearses.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,11 @@ from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Bench, Row, guarded,
 from tools.benchmark.on_gpu.shapes import BF16, FP8
 
 SECONDS = 780.0
+SWITCHES = {
+    "dependent": ("megatron_rl.quantization.dependent_launch", "DEPENDENT_LAUNCHES"),
+    "thin": ("megatron_rl.models.rollout_ops", "THIN_PRODUCTS"),
+}
+"""Module and constant of kernels' ways that are off until a GPU has shown that they are faster."""
 NO_MEANING = "rehearsal on tiny models: these figures mean nothing"
 Sections = Mapping[str, Sequence[Row]]
 
@@ -103,18 +110,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all without one")
     parser.add_argument("--rehearse", action="store_true", help="tiny models; always so without a CUDA device")
     parser.add_argument("--flag", action="append", default=[], help="--flag=--NAME=VALUE: of every model and engine")
+    parser.add_argument("--switch", action="append", default=[], choices=SWITCHES, help="measure with this switched on")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no measurement after these")
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"there is no section {unknown[0]!r}; use one of {', '.join(SECTIONS)}")
+    for module, constant in map(SWITCHES.get, arguments.switch):
+        setattr(importlib.import_module(module), constant, True)
     rehearse = arguments.rehearse or not torch.cuda.is_available()
     if rehearse:
         print(NO_MEANING + ("" if torch.cuda.is_available() else " (no CUDA device)"))
     sizes = REHEARSAL if rehearse else FULL
     # The commit is read before: the checkout may move on during minutes of measuring.
-    record = {"rehearsal": rehearse, "settings": asdict(sizes), "flags": arguments.flag, **provenance("gpu")}
+    given = {"flags": arguments.flag, "switches": arguments.switch}
+    record = {"rehearsal": rehearse, "settings": asdict(sizes), **given, **provenance("gpu")}
     wanted = arguments.sections or list(SECTIONS)
     until, sections, found = math.inf if rehearse else time.time() + arguments.seconds, {}, {}
     with ranks_of(benchmark_config(Shape.parse("64x1"), 16)) as groups:

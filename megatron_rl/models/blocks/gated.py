@@ -51,7 +51,7 @@ class GatedAttention(HeadAttention):
     def _in_groups(self, hidden: LinearInput) -> torch.Tensor:
         """``[T, .., hidden]`` -> [T, 1, groups, 2 share + 2, D]: queries and gates of this rank, key and value."""
         if self.reader is not None:
-            return self._mixed(hidden).unsqueeze(1)
+            return self._mixed(hidden)[0].unsqueeze(1)
         # A rank stores part of a group. It reads all of the one that its heads are of, like other ranks.
         ranks, groups = self.pg_collection.tp, self.config.num_query_groups
         of_group = ranks.size() // groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,21 +88,17 @@ class HeadAttention(Block, PlannedSelfAttention):
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         if plan.stores_heads and self._is_storable:
-            product, bias = call_without_bias(self.linear_qkv, normed)
-            mixed = self._in_heads(product)
+            mixed, bias = self._mixed(normed, call_without_bias)
             attended = plan.attend_mixed(self.layer_number, mixed, bias, *self._norms, self.kind, self.sinks)
         else:
             attended = plan.attend(self.layer_number, *self._heads(normed, plan), self.kind, self.sinks)
         return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
 
-    def _mixed(self, normed: LinearInput) -> torch.Tensor:
-        """``[T, hidden]`` -> ``[T, groups, share + 2, D]``: a group's queries, its key, its value."""
-        return self._in_heads(call_linear(self.linear_qkv, normed)[0])
-
-    def _in_heads(self, mixed: torch.Tensor) -> torch.Tensor:
-        return mixed.view(
-            mixed.shape[0], self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-        )
+    def _mixed(self, normed: LinearInput, call: Callable[..., Pending] = call_linear) -> Pending:
+        """``[T, hidden]`` -> ``[T, groups, share + 2, D]``: a group's queries, its key and value; a bias to add."""
+        mixed, bias = call(self.linear_qkv, normed)
+        groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        return Pending(mixed.view(mixed.shape[0], groups, -1, width), bias)
 
     def _heads(
         self, normed: LinearInput, plan: RolloutPlan
@@ -110,7 +107,7 @@ class HeadAttention(Block, PlannedSelfAttention):
         if not self._rotates_together:
             query, key, value = self._split(normed)
             return plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind), value
-        mixed = self._mixed(normed)
+        mixed, _ = self._mixed(normed)
         turned = plan.rotate(mixed[:, :, :-1], self.kind)  # queries and keys in one go
         query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, mixed.shape[-1])
         return query, turned[:, :, -1].unsqueeze(1), mixed[:, :, -1].unsqueeze(1)
@@ -122,7 +119,7 @@ class HeadAttention(Block, PlannedSelfAttention):
         """
         if self.reader is None:
             return self.get_query_key_value_tensors(normed[:, None])
-        mixed = self._mixed(normed)
+        mixed, _ = self._mixed(normed)
         query = mixed[:, :, :-2].reshape(mixed.shape[0], 1, -1, mixed.shape[-1])
         key, value = mixed[:, :, -2].unsqueeze(1), mixed[:, :, -1].unsqueeze(1)
         if self.q_layernorm is not None:

@@ -43,6 +43,12 @@ NAMES = {
     "grpo": {"rollouts", "ms", "gen_ms", "old_log_prob_ms", "update_actor_ms", "generated_tokens"},
 }
 
+@pytest.mark.parametrize("name", gpu.SWITCHES)
+def test_what_can_be_switched_on_is_off(name: str) -> None:
+    module, constant = gpu.SWITCHES[name]
+    assert getattr(pytest.importorskip(module), constant) is False
+
+
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="sections take minutes there: run the benchmark")
 
 

@@ -22,6 +22,7 @@ SINKS = {
     "smoothed": ({"out": "*i8", "smoothing": "*fp32"}, {"SEGMENTS": False}),
     "segments": ({"out": "*fp8e4nv"}, {"smoothing": None, "SEGMENTS": True}),
 }
+WAIT, LAUNCH = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 ROUNDS_TO_E4M3 = "cvt.rn.satfinite.e4m3x2.f32"
 
 
@@ -35,6 +36,25 @@ def check(text: str, sink: str) -> None:
     assert "ld.local" not in text and "st.local" not in text, "numbers are spilt to memory"
 
 
+def both(kernel, types: dict[str, str], constants: dict[str, object], **options) -> list[str]:
+    """As training launches it, and as a decode step does with dependent launches."""
+    off, on = {"PDL": False}, {"PDL": True}
+    return [
+        compiled(kernel, types, constants | off, **options)[0],
+        compiled(kernel, types, constants | on, launch_pdl=True, **options)[0],
+    ]
+
+
+def check_order(plain: str, dependent: str) -> None:
+    """The wait comes before every access of global memory; nothing else changes."""
+    assert WAIT not in plain and LAUNCH not in plain
+    places = [dependent.index(name) for name in (WAIT, LAUNCH)]
+    accesses = [dependent.find(name) for name in ("ld.global", "st.global", "cp.async")]
+    first = min(place for place in accesses if place >= 0)
+    assert places[0] < places[1] < first, "memory is read or written before the kernel ahead has ended"
+    assert dependent.count(WAIT) == dependent.count(LAUNCH) == 1
+
+
 @pytest.mark.parametrize(
     ("sink", "block"), [("numbers", 4096), ("fp8", 8192), ("int8", 4096), ("smoothed", 8192), ("segments", 8192)]
 )
@@ -44,8 +64,9 @@ def test_residual_and_norm(sink, block):
     pointers, constants = SINKS[sink]
     types = dict.fromkeys(("residual", "output", "weight"), "*bf16") | {"scales": "*fp32", "epsilon": "fp32"}
     constants = constants | {"bias": None, "POWER_OF_TWO": False, "BLOCK": block}
-    text, _ = compiled(add_norm_kernel, types | pointers, constants, num_warps=min(block // 512, 16))
+    text, dependent = both(add_norm_kernel, types | pointers, constants, num_warps=min(block // 512, 16))
     check(text, sink)
+    check_order(text, dependent)
 
 
 @pytest.mark.parametrize("sink", SINKS)
@@ -58,8 +79,9 @@ def test_gate(sink):
     for shares in (None, "*fp32"):  # with them the rows are experts'
         types = {"inner": "*bf16", "scales": "*fp32"} | pointers | ({"shares": shares} if shares else {})
         given = constants | ({} if shares else {"shares": None})
-        text, _ = compiled(gate_kernel, types, given, num_warps=min(block // 512, 16))
+        text, dependent = both(gate_kernel, types, given, num_warps=min(block // 512, 16))
         check(text, sink)
+        check_order(text, dependent)
 
 
 @pytest.mark.parametrize("width", [4864, 18_944, 27_648 // 8])
@@ -123,5 +145,6 @@ def test_rotation_and_cache(normed, codes, biased):
                         (("bias",), "*bf16" * biased)):  # fmt: skip
         types |= dict.fromkeys(names, kind) if kind else {}
         constants |= {} if kind else dict.fromkeys(names)
-    text, _ = compiled(rotate_store_kernel, types, constants, num_warps=4)
+    text, dependent = both(rotate_store_kernel, types, constants, num_warps=4)
     check(text, "fp8" if codes else "numbers")
+    check_order(text, dependent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,15 +116,55 @@ def test_a_layer_of_experts_launches_few_kernels(one_rank: object, recipe: str, 
 
 
 def test_thin_products_of_bf16_are_switched_on(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All linears of the tiny model are narrow; not with more rows, nor where rollouts need the bits of training."""
+    """All linears of the tiny model are narrow."""
     monkeypatch.setattr(rollout_ops, "THIN_PRODUCTS", True)
     seen = of_a_layer("biased", "none", None, RolloutOps(fused=True))
     assert seen["thin_kernel"] == 4 and not {"mm", "matmul"} & seen.keys()
-    monkeypatch.setattr(rollout_ops.WholeRowLinear, "may_be_thin", False)
-    seen = of_a_layer("biased", "none", None, RolloutOps(fused=True))
-    assert (seen["thin_kernel"], seen["matmul"]) == (2, 2)
-    monkeypatch.setattr(rollout_ops, "THIN_ROWS", 5)
-    assert "thin_kernel" not in of_a_layer("biased", "none", None, RolloutOps(fused=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, True),
+        ({"rows": 65}, False),
+        ({"columns": 8193}, False),
+        ({"is_expert": True}, False),
+        ({"batch_invariant_mode": True}, False),
+        ({"dtype": torch.float32}, False),
+        ({"shape": (8, 1, 32)}, False),
+        ({"switched": False}, False),
+        ({"gradients": True}, False),
+    ],
+)
+def test_what_a_thin_product_is_for(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], wanted: bool
+) -> None:
+    """Few rows of a rollout and a narrow weight; never where rollouts need the bits of training."""
+    monkeypatch.setattr(rollout_ops, "THIN_PRODUCTS", changes.get("switched", True))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    config = SimpleNamespace(batch_invariant_mode=changes.get("batch_invariant_mode", False))
+    weight = torch.empty(changes.get("columns", 8192), 32, device=META)
+    linear = SimpleNamespace(weight=weight, config=config, is_expert=changes.get("is_expert", False))
+    shape = changes.get("shape", (changes.get("rows", 64), 32))
+    tokens = torch.empty(shape, dtype=changes.get("dtype", torch.bfloat16), device=META)
+    with torch.set_grad_enabled(changes.get("gradients", False)):
+        assert rollout_ops._is_thin(linear, tokens) is wanted
+
+
+@pytest.mark.parametrize(
+    ("switched", "in_rollout", "capability"), [(True, True, 9), (False, True, 9), (True, False, 9), (True, True, 8)]
+)
+def test_only_rollouts_on_hopper_launch_dependent_kernels(
+    monkeypatch: pytest.MonkeyPatch, switched: bool, in_rollout: bool, capability: int
+) -> None:
+    from megatron_rl.quantization import dependent_launch
+
+    monkeypatch.setattr(dependent_launch, "DEPENDENT_LAUNCHES", switched)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    with torch.inference_mode(in_rollout):
+        given = dependent_launch.dependent()
+    wanted = switched and in_rollout and capability == 9
+    assert given == ({"PDL": True, "launch_pdl": True} if wanted else {})
 
 
 def test_the_count_sees_what_is_fused(one_rank: object) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 import os
+import re
 
 import pytest
 import torch
@@ -153,6 +154,38 @@ def test_products_of_few_tokens(tokens, codes, product, tiled):
     )  # fmt: skip
     assert f"wgmma.mma_async.sync.aligned.m64n{rows}{product}" in made.ptx and "cp.async" in made.ptx
     assert made.resources.spilled == 0 and made.programs_at_once >= 2
+    assert "griddepcontrol" not in made.ptx and "prefetch" not in made.ptx
+
+
+@pytest.mark.parametrize(("dtype", "tiled"), [("fp8e4nv", False), ("fp8e4nv", True), ("i8", False), ("bf16", False)])
+def test_a_dependent_product_asks_for_weights_first(dtype, tiled):
+    """Four steps of 64 columns by 128 threads: two lines a thread. All else waits for the kernel before."""
+    from megatron_rl.quantization.thin_kernels import thin_kernel, tiles_for_few
+
+    tiles = tiles_for_few(32, torch.bfloat16 if dtype == "bf16" else torch.int8)
+    types = {"codes": f"*{dtype}", "weight_codes": f"*{dtype}", "out": "*bf16"}
+    constants = {"ROWS": 32, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "STEPS": 14, "PDL": True}
+    constants |= {"WHOLE": True, "EVEN": True, "TILED": tiled}
+    scales = ("scales", "weight_scales")
+    constants |= dict.fromkeys(scales) if dtype == "bf16" else {}
+    types |= {} if dtype == "bf16" else dict.fromkeys(scales, "*fp32")
+    made = compile_for_hopper(
+        thin_kernel, types, constants, ("columns", "depth", "code_stride", "weight_stride"), num_warps=tiles.warps,
+        num_stages=tiles.stages, enable_fp_fusion=False, launch_pdl=True,
+    )  # fmt: skip
+    asks = [found.start() for found in re.finditer(r"prefetch\.global\.L2", made.ptx)]
+    wait, after = made.ptx.index("griddepcontrol.wait"), made.ptx.index("griddepcontrol.launch_dependents")
+    accesses = [made.ptx.find(name) for name in ("ld.global", "st.global", "cp.async")]
+    assert len(asks) == 2 and max(asks) < wait < after < min(place for place in accesses if place >= 0)
+    assert made.resources.spilled == 0 and made.programs_at_once >= 2
+
+
+def test_a_dependent_sum_of_parts_waits_first():
+    from megatron_rl.quantization.thin_kernels import parts_kernel
+
+    types, scales = {"parts": "*fp32", "out": "*bf16"}, dict.fromkeys(("scales", "weight_scales"))
+    text, _ = compiled(parts_kernel, types, scales | {"SPLITS": 4, "BLOCK": 1024, "PDL": True}, num_warps=4)
+    assert text.index("griddepcontrol.wait") < text.index("ld.global")
 
 
 @pytest.mark.parametrize("whole", [True, False])
