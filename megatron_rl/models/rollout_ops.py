@@ -114,7 +114,7 @@ class WholeColumnLinear(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         in_rollout = input_.dim() == 2 and not torch.is_grad_enabled()
         multiply = rollout_product if in_rollout else _product
-        product = (_thin_product if _is_thin(self, input_) else multiply)(input_, weight)
+        product = (_thin_product if is_thin(self, input_) else multiply)(input_, weight)
         return _with_bias(product, self.bias, self.skip_bias_add)
 
 
@@ -123,11 +123,11 @@ class WholeRowLinear(RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
-        multiply = _thin_product if _is_thin(self, input_) else _product
+        multiply = _thin_product if is_thin(self, input_) else _product
         return _with_bias(multiply(input_, self.weight), self.bias, self.skip_bias_add)
 
 
-def _is_thin(linear: torch.nn.Module, tokens: torch.Tensor) -> bool:
+def is_thin(linear: torch.nn.Module, tokens: torch.Tensor) -> bool:
     """Return whether a decode step's product is one for `thin_product`, whose bits are not those of training."""
     if not THIN_PRODUCTS or torch.is_grad_enabled() or getattr(linear.config, "batch_invariant_mode", False):
         return False
