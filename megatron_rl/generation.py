@@ -186,7 +186,7 @@ def open_generator(config: RLConfig) -> Iterator[Generator]:
         MegatronRLError: they cannot be read, or there is no room for them.
     """
     platform = current_platform()
-    groups = initialize(config.parallel, platform)
+    groups = initialize(config.parallel, platform, config.kernels)
     try:
         seed_everything(config.training.seed)
         tokenizer = open_tokenizer(config)

@@ -30,6 +30,7 @@ from megatron_rl.run.preflight import preflight
 from megatron_rl.run.preflight.inputs import open_tokenizer, vocabulary
 from megatron_rl.run.preflight.machine import (
     backend_problems,
+    determinism_lines,
     is_for_other_machines,
     lock,
     recipe_problems,
@@ -139,7 +140,8 @@ def _print_answer(config: RLConfig, problems: Sequence[Problem], world_size: int
             text = report_text(config, estimate(config, world_size, vocabulary(config)))
         else:
             elsewhere = transformer_engine_problems(config) if is_for_other_machines(config) else ()
-            sys.stdout.writelines(f"note: {note}\n" for note in (*notes(config), *elsewhere))
+            lines = *notes(config), *determinism_lines(config, kept=True), *elsewhere
+            sys.stdout.writelines(f"note: {note}\n" for note in lines)
             if found := every_problem(config, problems, world_size):
                 raise ConfigError(found)
             text = "configuration is valid"
@@ -196,7 +198,7 @@ def _run(
                 model_directory(name, weights=True)
     except ConfigError as error:  # a full disk or a lost connection is of one machine
         return refuse(error.problems, rank, alone=rank != 0)
-    groups = initialize(config.parallel, platform)
+    groups = initialize(config.parallel, platform, config.kernels)
     try:
         with contextlib.ExitStack() as held:
             looks = groups.is_main and not is_checked
@@ -232,7 +234,7 @@ def _build_and_execute(
     program = loop if config.training.perform_rl_step else supervised
     if config.training.eval_only:
         program = evaluation
-    for note in notes(config):
+    for note in (*notes(config), *determinism_lines(config, kept=True)):
         logger.info("note: %s", note)
     _log_settings(config)
     tokenizer = open_tokenizer(config)

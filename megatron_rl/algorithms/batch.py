@@ -184,7 +184,7 @@ class LossInputs:
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Return the sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
-        # In fp64: index_add adds in no fixed order on a GPU, and two runs would differ in fp32.
+        # In fp64: on a GPU index_add has no fixed order but in --deterministic-mode, and two runs would differ in fp32.
         known = torch.where(self.in_loss, values, 0.0).double()
         return known.new_zeros(len(self.packing.lengths)).index_add(0, self.sequence_index, known)
 

@@ -183,7 +183,7 @@ def _replayed(config: RLConfig, choice: Choice) -> tuple[Replayed, Any]:
     first = choice.group * size
     numbers = range(first, first + size) if choice.sample is None else [first + choice.sample]
     stop, platform = StopRequest().install(), current_platform()
-    groups = initialize(config.parallel, platform)
+    groups = initialize(config.parallel, platform, config.kernels)
     try:
         with open_run(config, platform, groups, open_tokenizer(config), stop, ["megatron-rl", "replay"]) as base:
             run = rl.build(base)

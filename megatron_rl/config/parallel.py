@@ -110,6 +110,11 @@ class KernelConfig:
     """With selective: the modules to recompute, e.g. core_attn mlp. Default: core_attn."""
 
     @property
+    def is_deterministic(self) -> bool:
+        """The trainer is to repeat its bits."""
+        return self.deterministic_mode or self.batch_invariant_mode
+
+    @property
     def captures_graphs(self) -> bool:
         """The decode step is to be captured."""
         return self.enable_cuda_graph or self.cuda_graph_impl == "local"

@@ -179,7 +179,10 @@ def delta_rule(
     value, is_token = cut(inputs.value, groups, share), chunks.is_token[:, None, None]
     # A cell without a token changes nothing: it neither writes nor decays.
     strength = cut(inputs.strength, groups, share).where(is_token, 0.0)
-    decayed = cut(inputs.decay, groups, share).where(is_token, 0.0).cumsum(-1)
+    decayed = cut(inputs.decay, groups, share).where(is_token, 0.0)
+    # On a GPU a cumsum of floats refuses to be deterministic.
+    sums = decayed.new_ones(2 * decayed.shape[-1:]).triu() if torch.are_deterministic_algorithms_enabled() else None
+    decayed = decayed.cumsum(-1) if sums is None else decayed @ sums
     between = decayed[..., :, None] - decayed[..., None, :]
     above = torch.ones(between.shape[-2:], dtype=torch.bool, device=between.device).triu(1)
     between = between.masked_fill(above, -torch.inf).exp()

@@ -6,12 +6,15 @@ and on a CPU gives their bits. On CUDA megatron's sum is of atomic additions, an
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as functional
-from megatron.core.transformer.moe.moe_utils import group_limited_topk, unpermute
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_utils import group_limited_topk, permute, unpermute
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.quantization.copies import packing_for
@@ -137,6 +140,49 @@ def sorted_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
     number, order = chosen.flatten().sort(stable=True)
     each = torch.arange(experts, dtype=number.dtype, device=number.device)
     return number, order, torch.searchsorted(number, each, right=True, out_int32=True)
+
+
+@contextlib.contextmanager
+def adding_in_order() -> Iterator[None]:
+    """Let megatron's dispatcher add up each token's rows in the experts' order, in gradients too, without atomics."""
+    token_dispatcher.permute, token_dispatcher.unpermute = _permuted, _unpermuted
+    try:
+        yield
+    finally:
+        token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute
+
+
+def _permuted(tokens: torch.Tensor, *given: Any, **named: Any) -> tuple[Any, ...]:
+    _, *rest = permute(tokens[:, :0], *given, **named)  # its order, without its copy
+    return MovedRows.apply(tokens, rest[1], None), *rest
+
+
+def _unpermuted(rows: torch.Tensor, token: torch.Tensor, restore_shape: torch.Size, **_: Any) -> torch.Tensor:
+    return MovedRows.apply(rows, token, restore_shape[0])
+
+
+class MovedRows(torch.autograd.Function):
+    """Give each ``token`` [N] its row of [T, hidden], or sum up such rows for T tokens; backward the other."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, token: torch.Tensor, tokens: int | None) -> torch.Tensor:
+        ctx.save_for_backward(token)
+        ctx.tokens = len(values) if tokens is None else None
+        return _moved(values, token, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _moved(grad, *ctx.saved_tensors, ctx.tokens), None, None
+
+
+def _moved(values: torch.Tensor, token: torch.Tensor, tokens: int | None) -> torch.Tensor:
+    if tokens is None:
+        return values.index_select(0, token)
+    if not values.is_cuda:
+        return unpermute(values, token, (tokens, values.shape[1]))
+    from megatron_rl.models.expert_kernels import combine
+
+    return combine(values.contiguous(), token.argsort(stable=True).view(tokens, -1))
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:

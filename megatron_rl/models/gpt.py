@@ -143,6 +143,7 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             **pipeline_settings(config.stages, requirements_of(config).dtype, platform.is_cuda),
             bf16=config.precision.bf16,
             transformer_impl=kernels.transformer_impl,
+            deterministic_mode=kernels.is_deterministic and platform.is_cuda,  # the embedding's gradient is sorted
             **fp8_settings(config),
             recompute_granularity=kernels.recompute_granularity,
             recompute_method=kernels.recompute_method,

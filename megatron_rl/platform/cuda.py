@@ -1,9 +1,10 @@
-"""What torch is told before it computes on CUDA: which kernels to leave alone, and how to keep memory."""
+"""What torch is told on CUDA: which kernels to leave alone, how to keep memory, and in which modes to repeat bits."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -21,3 +22,30 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
     # fixed size they would leave holes that nothing else fits in.
     if not any(environment.get(name) for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def environment_for(deterministic: bool, batch_invariant: bool = False) -> dict[str, str]:
+    """Return the variables of these modes. Libraries read them once, at their first call on a GPU or of a group."""
+    if not (deterministic or batch_invariant):
+        return {}
+    return {
+        "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0",  # one order of sums; NVSwitches have none
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch's strict mode refuses any product without it
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def strict_algorithms() -> Iterator[None]:
+    """Let torch use deterministic algorithms in the block, and raise where an operation has none; then as before.
+
+    Flash attention's backward pass, ``scatter_add_``, ``index_add_`` and ``index_copy_`` follow it.
+    """
+    debug_mode, memory = torch.get_deterministic_debug_mode(), torch.utils.deterministic
+    filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False  # else `torch.empty` is filled
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(debug_mode)
+        memory.fill_uninitialized_memory = filled

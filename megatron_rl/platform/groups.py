@@ -16,9 +16,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.families import Parameter
 from megatron_rl.platform import Platform
+from megatron_rl.platform.cuda import environment_for
 from megatron_rl.platform.megatron import use_trainable_memory_buffer
 
 
@@ -126,15 +127,17 @@ class ParallelGroups:
         return dist.get_global_rank(self.model_group, 0)
 
 
-def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
+def initialize(config: ParallelConfig, platform: Platform, kernels: KernelConfig | None = None) -> ParallelGroups:
     """Join the job torchrun started (or be a job of one rank) and build megatron's groups.
 
     torchrun keeps its store when it starts a job again: without a prefix of its own for each start, a rank would find
     the address of one that is dead, and wait for it.
     """
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     if platform.is_cuda:
         torch.cuda.set_device(platform.device)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        variables |= {} if kernels is None else environment_for(kernels.is_deterministic, kernels.batch_invariant_mode)
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     asked = config.distributed_backend
     backend = platform.distributed_backend if asked in ("auto", "") else asked

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_OURS = (
+KERNELS = (
+    "megatron_rl.algorithms.logprob_kernels",
     "megatron_rl.inference.sampling_kernel",
     "megatron_rl.inference.state_kernels",
     "megatron_rl.models.attention.kernels",
@@ -27,6 +28,7 @@ _OURS = (
     "megatron_rl.quantization.kernels",
     "megatron_rl.quantization.thin_kernels",
 )
+"""Modules of ours with Triton kernels."""
 _VIEWS_OR_COPIES = {"to", "reshape", "contiguous", "flatten"}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach"}
 
@@ -46,7 +48,7 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-class _Kernel:
+class Kernel:
     """In the place of a Triton kernel."""
 
     def __init__(self, name: str, seen: Counter[str]) -> None:
@@ -73,13 +75,13 @@ def counted() -> Iterator[Counter[str]]:
         return torch.empty(codes.shape[0], q.rows, dtype=dtype, device="meta")
 
     with pytest.MonkeyPatch.context() as patch, _Operators(seen):
-        for module in map(importlib.import_module, _OURS):
+        for module in map(importlib.import_module, KERNELS):
             for name, value in vars(module).items():
                 if isinstance(value, KernelInterface):
-                    patch.setattr(module, name, _Kernel(name, seen))
+                    patch.setattr(module, name, Kernel(name, seen))
         patch.setattr(fp8_block, "fp8_product", product)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))  # meta has no grouped product of codes
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
         for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-            patch.setattr(torch.distributed, name, _Kernel(name, seen)[None])
+            patch.setattr(torch.distributed, name, Kernel(name, seen)[None])
         yield seen

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron_rl.families import LayerKind
 from megatron_rl.models.blocks import Block
 from megatron_rl.models.blocks.dense import GatedMLP
-from megatron_rl.models.expert_ops import Dispatched, ExpertOps, LinearInput, activated
+from megatron_rl.models.expert_ops import Dispatched, ExpertOps, LinearInput, activated, adding_in_order
 from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear, call_linear
 from megatron_rl.models.routing import BalancedRouter, Routing
 from megatron_rl.platform.megatron import submodules_of
@@ -93,7 +93,8 @@ class ExpertLayer(Block, MoELayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run megatron's layer in training, [T, 1, hidden] to the same and no bias."""
         if self._rollout is None:
-            return super().forward(hidden_states, *given, **named)
+            with adding_in_order() if self.config.deterministic_mode else contextlib.nullcontext():
+                return super().forward(hidden_states, *given, **named)
         return self.decode(hidden_states[:, 0], self._rollout).output[:, None], None
 
     def decode(self, normed: torch.Tensor, plan: RolloutPlan) -> Pending:

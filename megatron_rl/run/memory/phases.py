@@ -31,6 +31,7 @@ from megatron_rl.errors import MemoryExhausted
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.cuda import strict_algorithms
 from megatron_rl.platform.device import DeviceMemory, OutOfMemoryOnAllRanks, is_out_of_memory, reason_of
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -170,7 +171,8 @@ class Phases:
         Raises:
             MemoryExhausted: it did not fit; says what to lower.
         """
-        with out_of_memory_reported(self._config, "update"):
+        algorithms = strict_algorithms() if self._policy.config.deterministic_mode else contextlib.nullcontext()
+        with out_of_memory_reported(self._config, "update"), algorithms:
             self._release_copies()  # a parity check has made them since the rollout
             yield
 

@@ -37,6 +37,7 @@ def preflight(config: RLConfig, is_run: bool = True) -> list[Problem]:
         *machine.quantization_problems(config),
         *machine.attention_problems(config),
         *machine.graph_problems(config),
+        *(Problem(line.split()[0], line) for line in machine.determinism_lines(config, kept=False)),
         *machine.service_problems(config),
     ]
 

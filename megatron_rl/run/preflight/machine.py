@@ -170,6 +170,23 @@ def graph_problems(config: RLConfig) -> list[Problem]:
     return [config.problem("rl_persist_cuda_graphs", text)]
 
 
+def determinism_lines(config: RLConfig, kept: bool) -> Iterator[str]:
+    """Report variables of the user's that break the mode: those that are ``kept``, or those that libraries refuse."""
+    if not config.kernels.is_deterministic or is_for_other_machines(config):
+        return
+    from megatron_rl.platform import cuda, current_platform
+
+    mode = "--batch-invariant-mode" if config.kernels.batch_invariant_mode else "--deterministic-mode"
+    if not current_platform().is_cuda:
+        yield from [f"{mode} changes nothing on a CPU, where runs repeat their bits anyway"] if kept else []
+        return
+    for name, wanted in cuda.environment_for(True, config.kernels.batch_invariant_mode).items():
+        own = os.environ.get(name, wanted)
+        if own != wanted and name.startswith("NCCL_") is kept:
+            then = "and is kept: sums over GPUs may not repeat their bits" if kept else "with which it raises; unset it"
+            yield f"{mode} sets {name}={wanted}, where it is {own or 'empty'}, {then}"
+
+
 def transformer_engine_problems(config: RLConfig) -> list[Problem]:
     """Report that it is asked for and not installed; in a check for other machines as a note."""
     asked = config.typed.get("transformer_impl") == "transformer_engine"

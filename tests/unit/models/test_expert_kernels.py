@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as functional
+from megatron.core.transformer.moe.moe_utils import unpermute
 
-from megatron_rl.models.expert_ops import Dispatched, ExpertOps, activated
+from megatron_rl.models.expert_ops import Dispatched, ExpertOps, MovedRows, activated
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import Packing
 from tests.support.interpreter import INTERPRETED, mend, run_interpreted
@@ -106,6 +107,26 @@ class ExpertChecks:
         if dtype == torch.float32:
             assert torch.equal(summed.cpu(), wanted_sum)
         near(summed, wanted_sum, self.low)
+
+    @DTYPES
+    @pytest.mark.parametrize("shape", ["tiny", "odd", "one token, all experts"])
+    def test_in_training_sums_and_their_gradients(self, monkeypatch, shape, dtype):
+        """--deterministic-mode: rows to sums of tokens and back, as megatron's dispatcher does it on a CPU."""
+        count, experts, top_k = SHAPES[shape]
+        chosen = randn(count, experts, seed=2).topk(top_k, 1).indices
+        token = chosen.flatten().sort(stable=True).indices // top_k
+        rows, sums = randn(len(token), 100, dtype=dtype), randn(count, 100, seed=1, dtype=dtype)
+        wanted = unpermute(rows, token, sums.shape)
+        there = [each.to(self.device).requires_grad_() for each in (rows, sums)]
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        summed = MovedRows.apply(there[0], token.to(self.device), count)
+        summed.backward(sums.to(self.device))
+        moved = MovedRows.apply(there[1], token.to(self.device), None)
+        moved.backward(rows.to(self.device))
+        monkeypatch.undo()
+        assert torch.equal(moved.detach().cpu(), sums[token]) and torch.equal(there[0].grad.cpu(), sums[token])
+        for found in (summed.detach(), there[1].grad):
+            near(found, wanted, EXACT if dtype == torch.float32 else self.low)
 
     @pytest.mark.parametrize(
         "packing", [Packing(formats.FP8, 112), Packing(torch.int8, 112), Packing(formats.FP8, 128, in_segments=True)]

@@ -122,10 +122,11 @@ def test_tokens_to_their_experts(sink, sorted_by_torch):
     check(text, sink)
 
 
-def test_sums_of_experts():
+@pytest.mark.parametrize("places", ["*i32", "*i64"], ids=["rollouts", "training"])
+def test_sums_of_experts(places):
     from megatron_rl.models.expert_kernels import combine_kernel
 
-    types = {"output": "*bf16", "summed": "*bf16", "places": "*i32"}
+    types = {"output": "*bf16", "summed": "*bf16", "places": places}
     text, _ = compiled(combine_kernel, types, {"TOP_K": 8, "BLOCK": 1024}, num_warps=4, sixteens=("columns", "stride"))
     check(text, "numbers")
     assert text.count("ld.global.v4") >= 8 and "atom" not in text

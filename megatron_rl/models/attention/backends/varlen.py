@@ -87,7 +87,8 @@ def _pages(cache: KVCache, table: torch.Tensor, lengths: torch.Tensor) -> dict[s
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    # squeeze: the gradient of an index would be copied into a tensor of zeros.
+    # squeeze: the gradient of an index would be copied into a tensor of zeros. The gradient of queries is a sum by
+    # atomics, and one in a fixed order in torch's strict mode, as aten's `_flash_attention_backward` asks for that.
     return call(query.squeeze(1), key.squeeze(1), value.squeeze(1)).flatten(1)[:, None]
 
 

@@ -1,0 +1,363 @@
+"""--deterministic-mode: strict algorithms around the trainer alone, and no operation there that a GPU refuses in it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import ChainedOptimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl import loop, platform, supervised
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.models import gpt
+from megatron_rl.models.attention.backends import sdpa
+from megatron_rl.models.delta_rule import Chunks, DeltaInputs, delta_rule
+from megatron_rl.models.expert_ops import adding_in_order
+from megatron_rl.platform import Platform, current_platform
+from megatron_rl.platform import groups as platform_groups
+from megatron_rl.platform.cuda import environment_for, strict_algorithms
+from megatron_rl.platform.groups import ParallelGroups, initialize
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from megatron_rl.run.memory import phases
+from megatron_rl.run.preflight import preflight
+from megatron_rl.run.preflight.machine import determinism_lines
+from megatron_rl.run.preflight.trial import call_once
+from tests.support.launches_counted import KERNELS, Kernel
+from tests.support.tiny import DELTA_EXPERTS, LATENT_EXPERTS, MIXED, SINKS, WINDOWS, tiny_config
+from tests.support.toy import toy_run
+
+REFUSED = {
+    "AvgPool3d": ["avg_pool3d_backward"],
+    "AdaptiveAvgPool2d": ["_adaptive_avg_pool2d_backward"],
+    "AdaptiveAvgPool3d": ["_adaptive_avg_pool3d_backward"],
+    "AdaptiveMaxPool2d": ["adaptive_max_pool2d_backward"],
+    "FractionalMaxPool2d": ["fractional_max_pool2d_backward"],
+    "FractionalMaxPool3d": ["fractional_max_pool3d_backward"],
+    "MaxUnpool1d": ["max_unpool2d"],
+    "MaxUnpool2d": ["max_unpool2d"],
+    "MaxUnpool3d": ["max_unpool3d"],
+    "interpolate": [f"upsample_{kind}_backward" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")],
+    "ReflectionPad1d": ["reflection_pad1d_backward"],
+    "ReflectionPad2d": ["reflection_pad2d_backward"],
+    "ReflectionPad3d": ["reflection_pad3d_backward"],
+    "NLLLoss": ["nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"],
+    "CTCLoss": ["_ctc_loss_backward", "_cudnn_ctc_loss"],
+    "EmbeddingBag": ["_embedding_bag_dense_backward"],
+    "put_": ["put", "put_"],
+    "histc": ["histc"],
+    "bincount": ["bincount"],
+    "median": ["median", "nanmedian"],
+    "grid_sample": ["grid_sampler_2d_backward", "grid_sampler_3d_backward"],
+    "cumsum": ["cumsum", "cumsum_"],
+    "scatter_reduce": ["scatter_reduce", "scatter_reduce_"],
+    "resize_": [],  # of quantised tensors
+}
+"""What torch's documentation says to raise in strict mode on CUDA, and the operators that it becomes."""
+UNSAFE = {
+    "kthvalue",  # raises too, though the list has it not
+    "embedding_dense_backward",  # megatron-core: "F.embedding currently has a non-deterministic backward function"
+    "_scaled_dot_product_cudnn_attention_backward", "_cudnn_attention_backward",
+    *(name for names in REFUSED.values() for name in names),
+}  # fmt: skip
+
+
+def test_the_table_has_all_that_torch_refuses() -> None:
+    text = torch.use_deterministic_algorithms.__doc__.split("operations will throw a")[1].split("In addition")[0]
+    assert {name.split(".")[-1] for name in re.findall(r":(?:class|func):`([\w.]+)`", text)} - {"RuntimeError"} == {
+        *REFUSED
+    }
+
+
+class Recorder(TorchDispatchMode):
+    """Counts operators in strict mode and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict, self.free = Counter(), Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen = self.strict if torch.are_deterministic_algorithms_enabled() else self.free
+        name = function.overloadpacket.__name__
+        if name in ("cumsum", "cumsum_") and not args[0].is_floating_point():
+            name = "cumsum of whole numbers"
+        elif name.startswith("scatter_reduce") and args[4] != "prod":
+            name = "scatter_reduce that is not a product"
+        seen[name] += 1
+        return function(*args, **kwargs or {})
+
+    def refused(self) -> set[str]:
+        return UNSAFE & self.strict.keys()
+
+
+FEW = {"grpo_prompts_per_step": 2, "grpo_group_size": 2, "rl_max_new_tokens": 4}
+CASES = {
+    "dense, reference, two updates": {"grpo_kl_beta": 0.1, "grpo_iterations": 2, "grpo_entropy_term_weight": 0.01},
+    "windows, supervised": WINDOWS | {"perform_rl_step": False, "global_batch_size": 4},
+    "sinks and experts, bf16": SINKS | {"bf16": True},
+    "experts, router replay": MIXED | {"rl_router_replay": True},
+    "latent attention": LATENT_EXPERTS,
+    "DeltaNet": DELTA_EXPERTS,
+    "critic": {"rl_advantage": "gae", "rl_critic_lr": 1e-2, "grpo_kl_beta": 0.1, "rl_kl_in_reward": True},
+    "LoRA, shared prompts": {"lora_rank": 4, "rl_share_prompts": True},
+    "fused output layer, clipped": {"rl_fused_output_layer": True, "clip_grad": 0.1, "bf16": True},
+    "recomputed, LayerNorm": {
+        "normalization": "LayerNorm", "recompute_granularity": "full", "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "aligned": {"rl_rollout_quantization": "int8", "rl_train_forward": "quantized", "rl_train_backward": "quantized"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Models are built for a GPU, and in updates all tensors say that they lie on one: our kernels are counted."""
+    from triton.runtime.jit import KernelInterface
+
+    launched: Counter[str] = Counter()
+    build, strict = gpt.build_transformer_config, phases.strict_algorithms
+
+    def build_for_a_gpu(config: RLConfig, own: Platform) -> Any:
+        settings = build(config, own)
+        settings.deterministic_mode = config.kernels.is_deterministic
+        return settings
+
+    @contextlib.contextmanager
+    def strict_on_a_gpu() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, strict():
+            for module in map(importlib.import_module, KERNELS):
+                for name, value in vars(module).items():
+                    if isinstance(value, KernelInterface):
+                        patch.setattr(module, name, Kernel(name, launched))
+            patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+            yield
+
+    def measured(optimizer: ChainedOptimizer) -> float:
+        norm(optimizer)
+        return 1.0  # what kernels would have written is any number, and the update must not be skipped for it
+
+    norm = ChainedOptimizer.get_grad_norm
+    monkeypatch.setattr(ChainedOptimizer, "get_grad_norm", measured)
+    monkeypatch.setattr(gpt, "build_transformer_config", build_for_a_gpu)
+    monkeypatch.setattr(phases, "strict_algorithms", strict_on_a_gpu)
+    monkeypatch.setattr(sdpa, "EXPLICIT_LENGTH", 0)  # torch's own kernels, as on a GPU
+    return launched
+
+
+def recorded(groups: ParallelGroups, **flags: object) -> Recorder:
+    """A step of a run."""
+    run = toy_run(tiny_config(**FEW | flags), groups)
+    with Recorder() as recorder:
+        (loop.rl_step if run.config.training.perform_rl_step else supervised.supervised_step)(run, 1)
+    run.closing.close()
+    return recorder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_operator_of_a_step_is_refused(one_rank: ParallelGroups, on_cuda: Counter[str], case: str) -> None:
+    recorder = recorded(one_rank, deterministic_mode=True, **CASES[case])
+    assert not recorder.refused()
+    assert recorder.strict["mm"] and recorder.strict["_fused_adamw_"]
+    assert on_cuda["gradient_kernel"], "the backward pass of the log-probs is in strict mode"
+    if "num_experts" in CASES[case]:
+        assert on_cuda["combine_kernel"], "megatron's dispatcher adds up by our kernel"
+    if "perform_rl_step" not in CASES[case]:
+        assert recorder.free["mm"], "the rollouts are not"
+
+
+def test_without_the_mode_a_gpu_would_refuse_some(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the mode replaces is there otherwise: the recorder sees it."""
+    recorder = recorded(one_rank, **DELTA_EXPERTS)
+    assert not recorder.strict
+    assert {"cumsum", "embedding_dense_backward"} <= recorder.free.keys()
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        *(("rl_policy_loss", name) for name in LOSSES.names()),
+        *(("rl_correction", name) for name in CORRECTIONS.names()),
+        *(("rl_advantage", name) for name in ADVANTAGES.names()),
+    ],
+)
+def test_no_operator_of_an_algorithm_is_refused(field: str, name: str) -> None:
+    with strict_algorithms(), Recorder() as recorder:
+        call_once(tiny_config(**{field: name}), field)
+    assert recorder.strict and not recorder.refused()
+
+
+# -- the context ---------------------------------------------------------------------------------
+
+
+def test_strict_mode_ends_with_its_block() -> None:
+    memory = torch.utils.deterministic
+    for before in ("default", "warn"):
+        torch.set_deterministic_debug_mode(before)
+        was = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+        try:
+            with pytest.raises(KeyError), strict_algorithms():
+                assert torch.get_deterministic_debug_mode() == 2
+                assert not memory.fill_uninitialized_memory
+                raise KeyError
+            assert (torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory) == was
+        finally:
+            torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.parametrize("flags", [{}, {"deterministic_mode": True}])
+def test_only_updates_are_strict(one_rank: ParallelGroups, request: pytest.FixtureRequest, flags: dict) -> None:
+    is_strict = torch.are_deterministic_algorithms_enabled
+    on_cpu = toy_run(tiny_config(**FEW | flags), one_rank)
+    with on_cpu.phases.update():
+        assert not is_strict(), "a CPU repeats its bits anyway"
+    on_cpu.closing.close()
+    request.getfixturevalue("on_cuda")
+    run = toy_run(tiny_config(**FEW | flags), one_rank)
+    for enter in (run.phases.rollouts, run.phases.save):
+        with enter():
+            assert not is_strict()
+    with run.phases.update():
+        assert is_strict() is bool(flags)
+    assert not is_strict()
+    run.closing.close()
+
+
+def test_megatron_hears_of_it_on_a_gpu_alone() -> None:
+    on_gpu = Platform(torch.device("cuda", 0), "nccl")
+    for flags in ({}, {"deterministic_mode": True}, {"batch_invariant_mode": True, "bf16": True}):
+        config = tiny_config(**flags)
+        assert gpt.build_transformer_config(config, on_gpu).deterministic_mode is bool(flags)
+        assert not gpt.build_transformer_config(config, current_platform()).deterministic_mode
+
+
+def test_decays_add_up_alike() -> None:
+    """In strict mode as a product with a triangle of ones: outputs, states and gradients of fp64, up to rounding."""
+    lengths, draw = (70, 3), torch.Generator().manual_seed(1)
+    chunks, found = Chunks.of(lengths, 3, torch.device("cpu")), []
+    heads = [torch.randn(sum(lengths), 2, 4, generator=draw, dtype=torch.float64) for _ in range(3)]
+    strength, decay = torch.rand(2, sum(lengths), 2, generator=draw, dtype=torch.float64)
+    for block in (contextlib.nullcontext(), strict_algorithms()):
+        given = [each.clone().requires_grad_() for each in (*(0.3 * each for each in heads), strength, -decay)]
+        with block:
+            results = delta_rule(DeltaInputs(*given), chunks)
+            sum(each.square().sum() for each in results).backward()
+        found.append([*results, *(each.grad for each in given)])
+    for own, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-12)
+
+
+# -- experts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_add_up_as_megatrons_dispatcher(dtype: torch.dtype) -> None:
+    """Values and gradients to the bit, where a CPU adds in the experts' order, too; bf16 gradients are rounded once."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    tokens, experts, top_k, width = 9, 5, 3, 16
+    draw = torch.Generator().manual_seed(1)
+    chosen = torch.rand(tokens, experts, generator=draw).argsort(1)[:, :top_k]
+    routing = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, True)
+    values = torch.randn(tokens, width, generator=draw).to(dtype)
+    weights = torch.randn(tokens * top_k, width, generator=draw).to(dtype)
+    towards = torch.randn(tokens, width, generator=draw).to(dtype)
+    megatrons = token_dispatcher.permute, token_dispatcher.unpermute
+
+    def through(into: torch.Tensor) -> list[torch.Tensor]:
+        shares = torch.where(routing, 0.5, 0.0).requires_grad_()
+        rows, own, order = token_dispatcher.permute(into, routing, shares, num_out_tokens=len(weights))
+        summed = token_dispatcher.unpermute(rows * weights, order, into.shape, routing_map=routing)
+        (summed * towards).sum().backward()
+        assert own.shape == order.shape == (tokens * top_k,)
+        return [rows, summed, into.grad]
+
+    theirs = through(values.clone().requires_grad_())
+    with adding_in_order():
+        ours = through(values.clone().requires_grad_())
+    assert (token_dispatcher.permute, token_dispatcher.unpermute) == megatrons
+    near = {"rtol": 0, "atol": 0} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}
+    for own, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, wanted, **near)
+    assert torch.equal(ours[1], theirs[1])
+
+
+# -- the environment -----------------------------------------------------------------------------
+
+ON_GPU = Platform(torch.device("cuda", 0), "nccl")
+SET = environment_for(True)
+
+
+class _Initialised(Exception):
+    """The process groups would be made now."""
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """What the environment is when process groups are made on a GPU."""
+
+    def initialised(given: dict[str, str], **flags: object) -> dict[str, str]:
+        def stop(*_: object, **__: object) -> None:
+            raise _Initialised
+
+        own, config = dict(given), tiny_config(**flags)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "set_device", lambda _: None)
+            patch.setattr(platform_groups.dist, "init_process_group", stop)
+            patch.setattr(platform_groups.os, "environ", own)
+            with pytest.raises(_Initialised):
+                initialize(config.parallel, ON_GPU, config.kernels)
+        return own
+
+    return initialised
+
+
+def test_the_environment_is_set_before_a_group_is_made(environment: Callable[..., dict[str, str]]) -> None:
+    assert SET["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and SET["NCCL_ALGO"] == "Ring"
+    assert not SET.keys() & environment({}).keys()
+    assert environment({}, deterministic_mode=True).items() >= SET.items()
+    kept = environment({"NCCL_ALGO": "Tree"}, deterministic_mode=True)
+    assert kept["NCCL_ALGO"] == "Tree" and kept["NCCL_PROTO"] == "Simple"
+    assert not environment_for(False) and environment_for(False, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_kept", "line"),
+    [
+        ("NCCL_NVLS_ENABLE", "1", True, "sets NCCL_NVLS_ENABLE=0, where it is 1, and is kept: sums over GPUs may not"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", False, "sets CUBLAS_WORKSPACE_CONFIG=:4096:8, where it is :0:0, with"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", False, "sets NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, where it is 1"),
+    ],
+)
+def test_variables_of_the_users(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_kept: bool, line: str
+) -> None:
+    """NCCL's are kept with a note; with the others torch or Transformer Engine raises, so they are refused."""
+    monkeypatch.setattr(platform, "current_platform", lambda: ON_GPU)
+    config = tiny_config(deterministic_mode=True)
+    for each in SET:
+        monkeypatch.delenv(each, raising=False)
+    assert not [*determinism_lines(config, kept=True), *determinism_lines(config, kept=False)]
+    monkeypatch.setenv(name, value)
+    (found,) = determinism_lines(config, kept=is_kept)
+    assert found.startswith(f"--deterministic-mode {line}")
+    assert not [*determinism_lines(config, kept=not is_kept)]
+    assert not [*determinism_lines(tiny_config(), kept=is_kept)]
+    refused = [problem.text for problem in preflight(config, is_run=False) if "deterministic" in problem.text]
+    assert refused == ([] if is_kept else [found])
+
+
+def test_a_cpu_takes_the_flag_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "mine")
+    config = tiny_config(deterministic_mode=True)
+    (note,) = determinism_lines(config, kept=True)
+    assert note == "--deterministic-mode changes nothing on a CPU, where runs repeat their bits anyway"
+    assert not [*determinism_lines(config, kept=False)]
+    elsewhere = tiny_config(deterministic_mode=True, check=True, check_world_size=1)
+    assert not [*determinism_lines(elsewhere, kept=True)]
