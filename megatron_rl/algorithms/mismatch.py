@@ -130,12 +130,11 @@ def correction_problem(name: str, correction: Function, metrics: Mapping[str, fl
 def _histogram(values: Tensor, counted: Tensor) -> Tensor:
     """Count the ``counted`` of ``values`` by size: [1 + HISTOGRAM_BINS] fp64, first those below ``HISTOGRAM_START``.
 
-    Unlike ``bincount`` it does not wait for the device, and a NaN falls into some bin instead of out of bounds. Counts
-    are whole numbers, so the order of the additions changes nothing.
+    Unlike ``bincount`` it does not wait for the device, and a NaN falls into some bin instead of out of bounds.
     """
     bins = ((values.clamp_min(1e-300) / HISTOGRAM_START).log() / _LOG_BIN_WIDTH).floor().long() + 1
     bins = bins.clamp(0, HISTOGRAM_BINS)
-    return values.new_zeros(1 + HISTOGRAM_BINS).index_add(0, bins, counted.double())
+    return values.new_zeros(1 + HISTOGRAM_BINS).index_add(0, bins, counted.double())  # exact in any order
 
 
 def _percentile(counts: list[float], share: float) -> float:

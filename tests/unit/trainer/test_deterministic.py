@@ -269,7 +269,7 @@ def test_experts_add_up_as_megatrons_dispatcher(dtype: torch.dtype) -> None:
 
     def through(into: torch.Tensor) -> list[torch.Tensor]:
         shares = torch.where(routing, 0.5, 0.0).requires_grad_()
-        rows, own, order = token_dispatcher.permute(into, routing, shares, num_out_tokens=len(weights))
+        rows, own, order, *_ = token_dispatcher.permute(into, routing, shares, num_out_tokens=len(weights))
         summed = token_dispatcher.unpermute(rows * weights, order, into.shape, routing_map=routing)
         (summed * towards).sum().backward()
         assert own.shape == order.shape == (tokens * top_k,)
