@@ -22,11 +22,12 @@ from megatron_rl.models.delta_rule import Chunks, DeltaInputs, delta_rule
 from megatron_rl.models.expert_ops import adding_in_order
 from megatron_rl.platform import Platform, current_platform
 from megatron_rl.platform.cuda import strict_algorithms
-from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from megatron_rl.run.memory import phases
 from megatron_rl.run.preflight.trial import call_once
 from tests.support.launches_counted import KERNELS, Kernel
+from tests.support.ranks import run_ranks
 from tests.support.tiny import DELTA_EXPERTS, LATENT_EXPERTS, MIXED, SINKS, WINDOWS, tiny_config
 from tests.support.toy import toy_run
 
@@ -114,11 +115,15 @@ CASES = {
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Models are built for a GPU, and in updates all tensors say that they lie on one: our kernels are counted."""
+    return claim_cuda(monkeypatch)
+
+
+def claim_cuda(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Build models for a GPU, and let all tensors say in updates that they lie on one: our kernels are counted."""
     from triton.runtime.jit import KernelInterface
 
     launched: Counter[str] = Counter()
-    build, strict = gpt.build_transformer_config, phases.strict_algorithms
+    build, strict, norm = gpt.build_transformer_config, phases.strict_algorithms, ChainedOptimizer.get_grad_norm
 
     def build_for_a_gpu(config: RLConfig, own: Platform) -> Any:
         settings = build(config, own)
@@ -140,7 +145,6 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         norm(optimizer)
         return 1.0  # what kernels would have written is any number, and the update must not be skipped for it
 
-    norm = ChainedOptimizer.get_grad_norm
     monkeypatch.setattr(ChainedOptimizer, "get_grad_norm", measured)
     monkeypatch.setattr(gpt, "build_transformer_config", build_for_a_gpu)
     monkeypatch.setattr(phases, "strict_algorithms", strict_on_a_gpu)
@@ -150,7 +154,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def recorded(groups: ParallelGroups, **flags: object) -> Recorder:
     """A step of a run."""
-    run = toy_run(tiny_config(**FEW | flags), groups)
+    run = toy_run(tiny_config(groups.world_size, **FEW | flags), groups)
     with Recorder() as recorder:
         (loop.rl_step if run.config.training.perform_rl_step else supervised.supervised_step)(run, 1)
     run.closing.close()
@@ -167,6 +171,33 @@ def test_no_operator_of_a_step_is_refused(one_rank: ParallelGroups, on_cuda: Cou
         assert on_cuda["combine_kernel"], "megatron's dispatcher adds up by our kernel"
     if "perform_rl_step" not in CASES[case]:
         assert recorder.free["mm"], "the rollouts are not"
+
+
+LAYOUTS = {
+    "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "context parallel": {"context_parallel_size": 2},
+    "expert parallel": {"expert_model_parallel_size": 2, "num_experts": 4, "moe_ffn_hidden_size": 24},
+    "stages": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
+    "replicas, overlapped": {
+        "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bf16": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_operator_of_two_ranks_is_refused(layout: str) -> None:
+    reports = run_ranks("tests.unit.trainer.test_deterministic:a_step_of_a_rank", 2, flags=LAYOUTS[layout])
+    assert reports == [{"refused": [], "products": True}] * 2
+
+
+def a_step_of_a_rank(flags: dict[str, Any]) -> dict[str, Any]:
+    config = tiny_config(2, **FEW | flags | {"deterministic_mode": True})
+    groups = initialize(config.parallel, current_platform())
+    with pytest.MonkeyPatch.context() as patch:
+        claim_cuda(patch)
+        recorder = recorded(groups, deterministic_mode=True, **flags)
+    shut_down()
+    return {"refused": sorted(recorder.refused()), "products": recorder.strict["mm"] > 0}
 
 
 def test_without_the_mode_a_gpu_would_refuse_some(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
