@@ -23,7 +23,7 @@ from megatron_rl.user_files import is_entry
 WATCH_SECONDS = 0.05
 MAX_RESTARTS = 3
 """After so many in a row, without ten seconds of health in between, it is given up, and the address file tells every
-client of the node. A healthy server that was killed is restarted however often: nothing says that the next will not
+client of the launcher. A healthy server that was killed is restarted however often: nothing says that the next will not
 work."""
 HEALTHY_SECONDS = 10.0
 """A server that ran for so long has not died at its start."""
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentServerProcess:
-    """One environment server, started by the first rank of a node; use it as a context manager.
+    """One environment server, started by the first rank of a launcher; use it as a context manager.
 
     The server is killed with the process that started it, so even a trainer that is killed leaves none behind. It
     keeps nothing that could be lost.
@@ -158,7 +158,7 @@ class EnvironmentServerProcess:
 
 
 class EnvironmentCounters:
-    """Differences of one rank's counts; only the rank that keeps the node's server reads the server's."""
+    """Differences of one rank's counts; only the rank that keeps the launcher's server reads the server's."""
 
     def __init__(self, client: EnvironmentClient, server: EnvironmentServerProcess | None) -> None:
         self._client, self._server = client, server

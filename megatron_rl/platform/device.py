@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,14 @@ class Platform:
             "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(self.device) / 2**30,
             "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.device) / 2**30,
         }
+
+
+def name_of(device: torch.device) -> str:
+    """Return what tells a device from all others of a job: the UUID of a GPU, or the name of a CPU's host.
+
+    An index would not do: launchers number the GPUs that each of them sees.
+    """
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else socket.gethostname()
 
 
 def to_device(
@@ -110,20 +119,20 @@ class OutOfMemoryOnAllRanks(MemoryError):
 
 
 class DeviceMemory:
-    """The memory of one device in bytes, as this process sees it; ranks of a host share the host's."""
+    """The memory of one device in bytes, as this process sees it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sharers: int = 1) -> None:
+        """``sharers`` ranks of the job use this device, a host or a GPU, in equal parts."""
         self._device = device
         self._on_cuda = device.type == "cuda"
-        # torchrun's number; a job without torchrun has all its ranks here.
-        self._sharers = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+        self._sharers = sharers
 
     def free(self) -> int:
-        """Return the bytes that can be allocated now: free, or cached by torch's allocator."""
+        """Return the bytes that this rank can allocate now: its part of what is free, and its allocator's cache."""
         if not self._on_cuda:
             return host_available() // self._sharers
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + cached
+        return torch.cuda.mem_get_info(self._device)[0] // self._sharers + cached
 
     def allocated(self) -> int | None:
         """Return the bytes in tensors now; None on a host, where nobody counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from megatron_rl.environments.process import EnvironmentCounters, EnvironmentSer
 from megatron_rl.environments.wire import ServedEnvironment
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.rollout.conversations import ConversationSettings, GroupGradeFunction
 from megatron_rl.rollout.prompt_source import TaskPool
@@ -103,12 +104,15 @@ class EnvironmentAccess:
 
 @contextlib.contextmanager
 def open_environments(config: RLConfig, groups: ParallelGroups, directory: RunDirectory) -> Iterator[EnvironmentAccess]:
-    """Run the server of this node, started by its first rank and stopped at the end; collective."""
+    """Run one server for each launcher (torchrun), started by its first rank and stopped at the end; collective."""
     settings = config.environment
-    folder = directory.logs / f"environments_{socket.gethostname()}"
+    host = socket.gethostname()
+    first = first_rank_beside(gather_json([host, groups.local_rank], dist.group.WORLD), groups.rank)
+    # The host alone would not do: it may run two launchers of a job, and containers may have the same name.
+    folder = directory.logs / f"environments_{host}_{first}"
     with contextlib.ExitStack() as stack:
         server, problem = None, ""
-        if groups.local_rank == 0:
+        if groups.rank == first:
             process = EnvironmentServerProcess(
                 settings.langrl_env_config,
                 folder,
@@ -129,3 +133,13 @@ def open_environments(config: RLConfig, groups: ParallelGroups, directory: RunDi
             list_timeout=settings.rl_environment_load_timeout,
         )
         yield EnvironmentAccess(client.environments(), client, EnvironmentCounters(client, server))
+
+
+def first_rank_beside(ranks: Sequence[tuple[str, int]], rank: int) -> int:
+    """Return the first rank of the launcher that started ``rank``; ``ranks`` has host and local rank of all.
+
+    It is the nearest at or before ``rank`` on the same host with local rank 0: two launchers of two ranks each on one
+    host count 0, 1, 0, 1.
+    """
+    beside = [index for index, (host, _) in enumerate(ranks) if host == ranks[rank][0]]
+    return max((index for index in beside if index <= rank and ranks[index][1] == 0), default=beside[0])

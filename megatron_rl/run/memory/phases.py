@@ -30,9 +30,9 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import MemoryExhausted
 from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
-from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.collectives import any_rank, gather_json, max_over
 from megatron_rl.platform.cuda import strict_algorithms
-from megatron_rl.platform.device import DeviceMemory, OutOfMemoryOnAllRanks, is_out_of_memory, reason_of
+from megatron_rl.platform.device import DeviceMemory, OutOfMemoryOnAllRanks, is_out_of_memory, name_of, reason_of
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.memory.cache import CacheResidency, plan_cache
@@ -54,11 +54,13 @@ class Phases:
         groups: ParallelGroups,
         quantization: RolloutQuantization,
     ) -> None:
+        """Collective over the job: ranks that share a device share its memory."""
         self.quantization = quantization
         self._config = config
         self._policy = policy
         self._groups = groups
-        self._device = DeviceMemory(policy.device)
+        name = name_of(policy.device)
+        self._device = DeviceMemory(policy.device, sharers=gather_json(name, dist.group.WORLD).count(name))
         self._estimate = estimate(config, groups.world_size, policy.vocab_size, groups.stage)
         self.training: Training | None = None
         """None where nothing is trained."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_rl.platform import device
-from megatron_rl.platform.device import DeviceMemory, is_out_of_memory, reason_of
+from megatron_rl.platform.device import DeviceMemory, is_out_of_memory, name_of, reason_of
 
 CPU = torch.device("cpu")
 
@@ -54,12 +57,23 @@ def test_a_long_reason_is_cut() -> None:
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "host_available", lambda: 1000)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert DeviceMemory(CPU).free() == 250
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert DeviceMemory(CPU).free() == 125
+    assert [DeviceMemory(CPU, sharers).free() for sharers in (1, 4)] == [1000, 250]
     assert DeviceMemory(CPU).peak() is DeviceMemory(CPU).allocated() is None
+
+
+def test_ranks_of_a_gpu_share_what_is_free_and_not_what_each_has_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 150)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
+    gpu = torch.device("cuda", 0)
+    assert [DeviceMemory(gpu, sharers).free() for sharers in (1, 3)] == [1000, 400]
+
+
+def test_a_gpu_is_told_by_its_uuid_and_a_cpu_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launcher numbers the GPUs that it sees from 0."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid.UUID(int=7)))
+    assert name_of(torch.device("cuda", 0)) == name_of(torch.device("cuda", 1)) == str(uuid.UUID(int=7))
+    assert name_of(CPU) == socket.gethostname()
 
 
 def test_caches_that_the_system_gives_up_are_free(tmp_path: Path) -> None:
