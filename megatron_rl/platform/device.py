@@ -52,10 +52,7 @@ class Platform:
 
 
 def name_of(device: torch.device) -> str:
-    """Return what tells a device from all others of a job: the UUID of a GPU, or the name of a CPU's host.
-
-    An index would not do: launchers number the GPUs that each of them sees.
-    """
+    """Return the UUID of a GPU, whose index differs where launchers see different GPUs, or the name of a CPU's host."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else socket.gethostname()
 
 
@@ -119,10 +116,9 @@ class OutOfMemoryOnAllRanks(MemoryError):
 
 
 class DeviceMemory:
-    """The memory of one device in bytes, as this process sees it."""
+    """The memory of one device in bytes, for one of the ``sharers`` ranks of the job that use it in equal parts."""
 
     def __init__(self, device: torch.device, sharers: int = 1) -> None:
-        """``sharers`` ranks of the job use this device, a host or a GPU, in equal parts."""
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._sharers = sharers

@@ -136,10 +136,9 @@ def open_environments(config: RLConfig, groups: ParallelGroups, directory: RunDi
 
 
 def first_rank_beside(ranks: Sequence[tuple[str, int]], rank: int) -> int:
-    """Return the first rank of the launcher that started ``rank``; ``ranks`` has host and local rank of all.
+    """Return the first rank of the launcher of ``rank``: the nearest one up to it on its host with local rank 0.
 
-    It is the nearest at or before ``rank`` on the same host with local rank 0: two launchers of two ranks each on one
-    host count 0, 1, 0, 1.
+    ``ranks`` has host and local rank of all. Two launchers of two ranks each on one host count 0, 1, 0, 1.
     """
     beside = [index for index, (host, _) in enumerate(ranks) if host == ranks[rank][0]]
     return max((index for index in beside if index <= rank and ranks[index][1] == 0), default=beside[0])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.platform import device
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.platform.groups import shut_down
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -24,10 +25,10 @@ from tests.support.tiny import tiny_config, tiny_policy
 def test_two_launchers_on_one_host_have_a_server_each_and_share_its_memory(tmp_path: Path) -> None:
     (tmp_path / "environments.yaml").write_text("- environment: arithmetic\n  args: {train_tasks: 4}\n")
     ranks = run_ranks("tests.distributed.test_launchers:open_everything", 2, folder=str(tmp_path))
-    assert len({rank["server"] for rank in ranks}) == len({rank["file"] for rank in ranks}) == 2
-    assert [rank["own"] for rank in ranks] == [True, True]
+    assert len({rank["server"] for rank in ranks}) == 2
+    assert [(rank["is own"], rank["files"]) for rank in ranks] == [(True, 2), (True, 2)]
     assert [rank["tasks"] for rank in ranks] == [4, 4], "one launcher's server ends, and the other goes on"
-    assert [rank["free"] for rank in ranks] == [500, 500]
+    assert [rank["sharers"] for rank in ranks] == [2, 2]
 
 
 def open_everything(folder: str) -> dict[str, Any]:
@@ -35,23 +36,20 @@ def open_everything(folder: str) -> dict[str, Any]:
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     groups = join()
     config = tiny_config(2, langrl_env_config=str(Path(folder) / "environments.yaml"))
-    found: dict[str, Any] = {}
+    found, meet = dict[str, Any](), partial(gather_json, "both are here", groups.rollout_group)
     with open_environments(config, groups, RunDirectory(Path(folder))) as environments:
         found["server"], _ = environments.client.server_counters()
-        found["own"] = environments.counters._server.pid == found["server"]
-        found["file"] = str(environments.client._address_file)
-        if groups.is_main:
-            found["tasks"] = len(environments.client.fetch_tasks("arithmetic", "train"))
-        gather_json("both have asked", groups.rollout_group)
+        found["is own"] = psutil.Process(found["server"]).ppid() == os.getpid()
+        found["files"] = len([*Path(folder).glob("logs/environments_*/environment_server.json")])
+        meet()
         if not groups.is_main:
-            gather_json("the first has ended", groups.rollout_group)
-            found["tasks"] = len(environments.client.fetch_tasks("arithmetic", "train"))
+            meet()
+        found["tasks"] = len(environments.client.fetch_tasks("arithmetic", "train"))
     if groups.is_main:
-        gather_json("the first has ended", groups.rollout_group)
+        meet()
+    phases.DeviceMemory = lambda device, sharers: found.update(sharers=sharers)
     policy = tiny_policy()
-    memory = phases.Phases(config, policy, groups, RolloutQuantization(policy.gpt, "none", (), lambda rows: None))
-    device.host_available = lambda: 1000
-    found["free"] = memory._device.free()
+    phases.Phases(config, policy, groups, RolloutQuantization(policy.gpt, "none", (), lambda rows: None))
     shut_down()
     return found
 

@@ -61,15 +61,15 @@ RUNS = {
 """Name -> family and flags, beside bf16 and CUDA graphs."""
 
 
-def write_model(directory: Path, family: str) -> None:
-    """Save a random model of ``family`` in bf16, with the quickstart's tokenizer."""
+def write_model(directory: Path, family: str, **sizes: int) -> None:
+    """Save a random bf16 model of ``family`` with these ``sizes`` (``config.json``), and the quickstart's tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_rl.registry import FAMILIES
 
     settings = dict(FAMILIES.get(family).examples[0])
     wide = {name: size for name, size in WIDE.items() if name in settings}
-    settings |= wide | (LATENT if "kv_lora_rank" in settings else {})
+    settings |= wide | (LATENT if "kv_lora_rank" in settings else {}) | sizes
     settings |= {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).bfloat16().save_pretrained(directory)

@@ -1,10 +1,11 @@
 """What to run on a GPU nobody has run this on, in calls of under ten minutes each.
 
     python -m tools.benchmark.gpu_calls correctness --out DIR     a probe, smoke checks, tests/gpu, short runs
+    python -m tools.benchmark.gpu_calls ranks --out DIR           several ranks on the one GPU over NCCL
     python -m tools.benchmark.gpu_calls numbers --out DIR         attention, products, decoding of a 7B and of experts
     python -m tools.benchmark.gpu_calls training --out DIR        a 0.5B: decoding, GRPO, updates; the quickstart
     python -m tools.benchmark.gpu_calls large --out DIR           a 32B, and attention in an engine
-    python -m tools.benchmark.gpu_calls all --out DIR             the four of them: a rehearsal without a CUDA device
+    python -m tools.benchmark.gpu_calls all --out DIR             all of them: a rehearsal without a CUDA device
 
 Every step is a process of its own with a time limit; a step that fails or hangs costs its limit and no more. Test files
 run eight at once, what is measured runs alone. DIR gets a log a step, CALL.STEP.log, and a JSON record a benchmark,
@@ -76,6 +77,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
         Step("runs", ("-m", "tests.gpu.runs"), 200),
         *(_tests(name, is_alone=True) for name in ("memory", "graphs", "logprobs")),
     ),
+    "ranks": (Step("several_ranks", ("-m", "tests.gpu.several_ranks", "--out", "{out}/several_ranks"), 420),),
     "numbers": (
         _gpu("decode_attention", 75),
         _gpu("products", 80),

@@ -59,7 +59,7 @@ def bench(one_rank: ParallelGroups) -> Bench:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory, one_rank: ParallelGroups) -> Iterator[Path]:
-    """What a rehearsal of all four calls leaves behind, of the probe and of every section, begun in this process.
+    """What a rehearsal of all calls leaves behind, of the probe and of every section, begun in this process.
 
     A process of its own for each takes three CPU seconds to begin: `python -m tools.benchmark.gpu_calls all` does that.
     """
