@@ -31,9 +31,10 @@ from megatron_rl.platform import current_platform
 from tools.benchmark.common import Shape, benchmark_config, provenance, ranks_of, write_record
 from tools.benchmark.on_gpu import engines, kernels, training
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Bench, Row, guarded, roofline
+from tools.benchmark.on_gpu.peer import peer
 from tools.benchmark.on_gpu.shapes import BF16, FP8
 
-SECONDS = 780.0
+SECONDS = 840.0
 SWITCHES = {
     "dependent": ("megatron_rl.quantization.dependent_launch", "DEPENDENT_LAUNCHES"),
     "thin": ("megatron_rl.models.rollout_ops", "THIN_PRODUCTS"),
@@ -62,6 +63,7 @@ SECTIONS: dict[str, Section] = {
     "decode_30B": Section(partial(engines.decode, model="experts", kinds=(BF16, FP8)), 90),
     "decode_32B": Section(partial(engines.decode, model="large"), 150),
     "attention": Section(engines.attention, 90),
+    "peer": Section(peer, 60),
     "prefill": Section(engines.prefill, 20),
     "training": Section(training.training, 35),
     "grpo": Section(training.grpo, 30),

@@ -4,7 +4,7 @@
     python -m tools.benchmark.gpu_calls ranks --out DIR           several ranks on the one GPU over NCCL
     python -m tools.benchmark.gpu_calls numbers --out DIR         attention, products, decoding of a 7B and of experts
     python -m tools.benchmark.gpu_calls training --out DIR        a 0.5B: decoding, GRPO, updates; the quickstart
-    python -m tools.benchmark.gpu_calls large --out DIR           a 32B, and attention in an engine
+    python -m tools.benchmark.gpu_calls large --out DIR           a 32B, plain torch beside us, attention in an engine
     python -m tools.benchmark.gpu_calls all --out DIR             all of them: a rehearsal without a CUDA device
 
 Every step is a process of its own with a time limit; a step that fails or hangs costs its limit and no more. Test files
@@ -92,7 +92,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
         _gpu("prefill", 65),
         Step("quickstart", ("bash", "examples/quickstart/run.sh", "--run-dir", "{runs}/quickstart"), 200),
     ),
-    "large": (_gpu("decode_32B", 220), _gpu("attention", 150), _gpu("activations", 50)),
+    "large": (_gpu("decode_32B", 220), _gpu("peer", 105), _gpu("attention", 150), _gpu("activations", 50)),
 }
 
 

@@ -16,18 +16,25 @@ import pytest
 import torch
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.inference.engine import EngineOptions
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.attention.backend import DeviceFacts
+from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.registry import BACKENDS
 from tests.gpu import probe
 from tools.benchmark import gpu, gpu_calls
+from tools.benchmark.common import Shape, benchmark_config, random_prompts
 from tools.benchmark.gpu import SECTIONS, Section
 from tools.benchmark.gpu_calls import CALLS
 from tools.benchmark.on_gpu import kernels
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Bench, Row, guarded, one_line
+from tools.benchmark.on_gpu.peer import Decoding
 from tools.benchmark.on_gpu.profile import LARGEST
 from tools.benchmark.on_gpu.training import log_normal_lengths
+from tools.benchmark.rollout import Workload, engine_contender
+from tools.benchmark.twin import twin_in_place
 
 LATER = 3600.0
 NAMES = {
@@ -38,6 +45,7 @@ NAMES = {
     "decode_30B": {"model", "layers", "format", "graphs", "batch", "step_ms", "whole_ms"},
     "decode_32B": {"model", "layers", "format", "graphs", "batch", "step_ms", "whole_ms"},
     "attention": {"attention", "batch", "context", "step_ms"},
+    "peer": {"model", "batch", "context", "ours_ms", "theirs_ms", "ours_over_theirs", "theirs_over_roofline"},
     "prefill": {"model", "tokens_per_second", "mfu"},
     "training": {"model", "lengths", "tokens_per_second", "over_equal", "mfu"},
     "grpo": {"rollouts", "ms", "gen_ms", "old_log_prob_ms", "update_actor_ms", "generated_tokens"},
@@ -121,7 +129,7 @@ def test_the_calls_leave_a_log_a_step_and_a_record_a_section(out: Path, records:
 @on_cpu
 def test_the_largest_kernels_of_each_step_are_listed(records: list[dict[str, Any]]) -> None:
     found = {name: rows for record in records for name, rows in record["kernels"].items()}
-    for name in ("decode_0.5B", "decode_7B", "decode_30B", "decode_32B", "prefill", "training", "requantise"):
+    for name in ("decode_0.5B", "decode_7B", "decode_30B", "decode_32B", "peer", "prefill", "training", "requantise"):
         rows = found[name]
         assert [row["error"] for row in rows if "error" in row] == []
         for of in {row["of"] for row in rows}:
@@ -154,6 +162,28 @@ def test_decode_goes_through_every_batch_and_format(rehearsal: dict[str, list[Ro
     kinds = {(kind, graphs) for kind in ("bf16", "fp8", "int8", "fp8 + fp8 KV") for graphs in (False, True)}
     assert {(kind, graphs) for kind, graphs, _ in measured} | skipped == kinds
     assert all(row["rows"] >= row["batch"] for row in rows if "step_ms" in row)
+
+
+@on_cpu
+def test_plain_torch_is_measured_on_every_batch_beside_us(rehearsal: dict[str, list[Row]]) -> None:
+    rows = rehearsal["peer"]
+    assert [(row["model"], row["batch"]) for row in rows] == [("0.5B", 1), ("0.5B", 4), ("7B", 1), ("7B", 4)]
+    assert all(row["ours_over_theirs"] == row["ours_ms"] / row["theirs_ms"] for row in rows)
+
+
+@pytest.mark.parametrize("shape", [REHEARSAL.small, REHEARSAL.middle], ids=["tied", "untied"])
+def test_the_step_of_plain_torch_picks_the_token_of_our_forward_pass(one_rank: ParallelGroups, shape: Shape) -> None:
+    """Of three prompts in two rows each; a second step from the same tokens picks the same ones."""
+    policy = build_model(benchmark_config(shape, 32), current_platform(), shape.vocab)
+    prompts = random_prompts(3, 20, shape.vocab, seed=5)
+    engine = RolloutEngine(policy, EngineOptions(3, 32), [], str)
+    answers = engine_contender(engine, policy, Workload(prompts, group=1, longest=1, greedy=True))(0, True)
+    rows = torch.tensor(prompts)
+    decoding = Decoding(twin_in_place(policy, 32), rows, copies=2)
+    for _ in range(2):
+        decoding.step()
+        assert decoding.tokens.flatten().tolist() == [token for (token,) in answers for _ in range(2)]
+        decoding.tokens.copy_(rows[:, -1:].repeat_interleave(2, 0))
 
 
 @on_cpu

@@ -176,8 +176,8 @@ def decode_rows(
     rolling.warm()
     with rolling.rollouts():
         for batch in batches:
-            backend = [flag for flag in flags if "backend" in flag]
-            label = ", ".join([kind.name, *backend, f"{sizes.steps} steps of {batch} rows of {context} tokens"])
+            what = [shape.name, kind.name, *(flag for flag in flags if "backend" in flag)]
+            label = ", ".join([*what, f"{sizes.steps} steps of {batch} rows of {context} tokens"])
             label = label if batch == profiled else None
             step, rows = _step_seconds(bench, rolling, batch, context, new_tokens, label)
             least = roofline_ms(decode_bytes(shape, kind, batch, context), bench.bandwidth)
