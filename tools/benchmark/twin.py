@@ -21,15 +21,15 @@ def hugging_face_twin(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
     return twin
 
 
-def twin_in_place(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
-    """The same for inference alone, on the policy's device in its dtype; parameters share memory where they can."""
+def twin_on_device(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
+    """The same for inference alone, on the policy's device and in its dtype, never on the host."""
     with torch.device("meta"):
         twin = Qwen2ForCausalLM(_config(policy, max_length)).eval().requires_grad_(False)
-    twin.load_state_dict(_weights(policy), strict=False, assign=True)
+    with torch.device(policy.device):
+        twin.load_state_dict(_weights(policy), strict=False, assign=True)
+        twin.model.rotary_emb = Qwen2RotaryEmbedding(twin.config)  # its buffers are not among the weights
     if twin.config.tie_word_embeddings:
         twin.lm_head.weight = twin.model.embed_tokens.weight
-    with torch.device(policy.device):
-        twin.model.rotary_emb = Qwen2RotaryEmbedding(twin.config)  # its buffers are not among the weights
     return twin
 
 

@@ -34,7 +34,7 @@ from tools.benchmark.on_gpu.peer import Decoding
 from tools.benchmark.on_gpu.profile import LARGEST
 from tools.benchmark.on_gpu.training import log_normal_lengths
 from tools.benchmark.rollout import Workload, engine_contender
-from tools.benchmark.twin import twin_in_place
+from tools.benchmark.twin import twin_on_device
 
 LATER = 3600.0
 NAMES = {
@@ -179,11 +179,18 @@ def test_the_step_of_plain_torch_picks_the_token_of_our_forward_pass(one_rank: P
     engine = RolloutEngine(policy, EngineOptions(3, 32), [], str)
     answers = engine_contender(engine, policy, Workload(prompts, group=1, longest=1, greedy=True))(0, True)
     rows = torch.tensor(prompts)
-    decoding = Decoding(twin_in_place(policy, 32), rows, copies=2)
+    decoding = Decoding(twin_on_device(policy, 32), rows, copies=2)
     for _ in range(2):
         decoding.step()
         assert decoding.tokens.flatten().tolist() == [token for (token,) in answers for _ in range(2)]
         decoding.tokens.copy_(rows[:, -1:].repeat_interleave(2, 0))
+
+
+def test_the_model_of_plain_torch_is_built_on_the_device(one_rank: ParallelGroups) -> None:
+    policy = build_model(benchmark_config(REHEARSAL.small, 32, "--bf16"), current_platform(), REHEARSAL.small.vocab)
+    twin = twin_on_device(replace(policy, device=torch.device("meta")), 32)
+    assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
 
 
 @on_cpu

@@ -21,7 +21,7 @@ from tools.benchmark.common import Shape, benchmark_config, random_prompts
 from tools.benchmark.on_gpu.engines import GRAPHS, PROFILED, decode_rows
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded
 from tools.benchmark.on_gpu.shapes import BF16, decode_bytes, ratio, roofline_ms
-from tools.benchmark.twin import twin_in_place
+from tools.benchmark.twin import twin_on_device
 
 
 class LastToken(StaticCache):
@@ -73,9 +73,7 @@ def _beside(bench: Bench, shape: Shape) -> Iterator[Row]:
     flags = GRAPHS if bench.platform.is_cuda else ()
     ours = list(decode_rows(bench, shape, BF16, bench.sizes.batches, context, flags))
     bench.forget()
-    seed_everything(1)  # as `open_engine`: the same weights
-    policy = build_model(benchmark_config(shape, context, "--bf16", *bench.flags), bench.platform, shape.vocab)
-    twin = twin_in_place(policy, context)
+    twin = _twin(bench, shape)
     for row in ours:
         batch = row["batch"]
         distinct = min(batch, bench.sizes.distinct_prompts)
@@ -89,6 +87,12 @@ def _beside(bench: Bench, shape: Shape) -> Iterator[Row]:
             bench.profile(f"{shape.name} in plain torch, a step of {batch} rows of {context} tokens", step)
         del step
         bench.forget()
+
+
+def _twin(bench: Bench, shape: Shape) -> Qwen2ForCausalLM:
+    seed_everything(1)  # as `open_engine`: the same weights
+    config = benchmark_config(shape, bench.sizes.context, "--bf16", *bench.flags)
+    return twin_on_device(build_model(config, bench.platform, shape.vocab), bench.sizes.context)
 
 
 def _captured(bench: Bench, step: Callable[[], None]) -> Callable[[], None]:
