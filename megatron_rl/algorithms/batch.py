@@ -166,7 +166,7 @@ class LossInputs:
     inference_logprobs: Tensor
     """[T], of the engine that drew the tokens; 0 where ``loss_mask`` is 0."""
     old_logprobs: Tensor | None = None
-    """[T] of the trainer's model before the step's updates. None where there is one update: the current ones."""
+    """[T] of the trainer's model before the step's updates. None in the first update: the current ones."""
     current_logprobs: Tensor | None = None
     """[T] of the model being trained; the gradient flows into them."""
     advantages: Tensor | None = None

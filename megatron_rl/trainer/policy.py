@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import FunctionType
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megatron_rl.trainer.critic import Critic, value_metrics, whitened
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import Teacher
-from megatron_rl.trainer.update import TrainOutcome, Updates, outcome_metrics
+from megatron_rl.trainer.update import Loss, TrainOutcome, Updates, outcome_metrics
 
 
 class ReferencePolicy:
@@ -125,18 +126,18 @@ class PolicyTrainer:
         outcomes: list[UpdateOutcome] = []
         if not critic_alone:
             with self.timer.phase("update_actor"):
-                outcomes, totals = self.scorer.update(self.optimization, [*scored] * self.iterations, self._loss)
+                outcomes, totals = self.scorer.update(self.optimization, [*scored] * self.iterations, self._loss())
                 balance = self.scorer.balance_metrics()
             metrics |= objective_metrics(totals) | outcome_metrics(outcomes) | balance
         return TrainOutcome(metrics, scored, outcomes, of_critic)
 
     def _score(self, updates: Updates) -> Updates:
         """Log-probs and advantages, which stay fixed during the step's updates."""
-        # With a single update old and current log-probs are the same numbers: no pass for them, unless the reward has
-        # some of them.
-        if len(updates) * self.iterations > 1 or self.reward_kl_beta:
+        several = len(updates) * self.iterations > 1
+        start = 0 if self.reward_kl_beta or several and self._may_read_old_logprobs else 1
+        if updates[start:]:
             with self.timer.phase("old_log_prob"):
-                updates = self._with_logprobs(updates, "old_logprobs")
+                updates = [*updates[:start], *self._with_logprobs(updates[start:], "old_logprobs")]
         if self.reference is not None:
             with self.timer.phase("ref"):
                 # Parameters still on their way would be kept as they were, and arrive in the reference.
@@ -155,6 +156,17 @@ class PolicyTrainer:
             updates = whitened(updates, self.scorer.groups, self.scorer.device, epsilon)
         select = getattr(self.objective.loss, "select_tokens", None)
         return updates if select is None else [select(part, self._of_all_ranks) for part in updates]
+
+    @property
+    def _may_read_old_logprobs(self) -> bool:
+        """Whether all updates need old log-probs before the first one, whose own forward pass computes its own.
+
+        Of what runs before it only a teacher in the advantage reads them, and perhaps an extension of the user.
+        """
+        loss = self.objective.loss
+        early = [self.advantage, loss] if hasattr(loss, "select_tokens") else [self.advantage]
+        of_function = (one if isinstance(one, FunctionType) else type(one) for one in early)
+        return not all(one.__module__.startswith("megatron_rl.algorithms.") for one in of_function)
 
     def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
         """The vectors of all training replicas end to end; on the CPU, collective."""
@@ -175,9 +187,19 @@ class PolicyTrainer:
         critic = batch.critic and replace(batch.critic, returns=self.advantage.returns(judged, advantages).detach())
         return replace(batch, advantages=advantages.detach(), advantage_sums=sums | penalties, critic=critic)
 
-    def _loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
+    def _loss(self) -> Loss:
+        """Return the loss of a step, which keeps the log-probs of the first update for its later iterations."""
         entropy = "differentiable" if self.objective.entropy_weight else "detached"
-        return self.objective(self.scorer.select(output, batch, entropy))
+        first: dict[int, torch.Tensor] = {}
+
+        def loss(output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
+            batch = self.scorer.select(output, batch, entropy)
+            if batch.old_logprobs is None and self.iterations > 1:
+                old = first.setdefault(id(batch.samples), batch.current_logprobs.detach())
+                batch = replace(batch, old_logprobs=old)
+            return self.objective(batch)
+
+        return loss
 
 
 def _each(updates: Updates, change: Callable[[TokenBatch], TokenBatch]) -> Updates:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.advantages import batch_norm
 from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.config.rl_config import RLConfig
@@ -78,7 +79,7 @@ def one_case(
         policy, reference = adapted(policy, config, groups), BasePolicy
     optimization, balance = Optimization(policy, config), BalanceLosses.of(config, policy.device)
     scorer = Scorer(policy, groups, 1.0, config.kernels.rl_fused_output_layer, balance)
-    teacher, advantage = None, own_reward
+    teacher, advantage = None, batch_norm.Advantage()  # which needs no pass for old log-probs
     if config.wants_teacher:
         model = tiny_policy(teacher_of(config, dist.get_world_size()), seed=5)
         teacher = Teacher(model, build_scorer(config, model, groups), "", {}, stays=False)
