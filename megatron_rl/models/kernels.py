@@ -30,8 +30,9 @@ def add_norm(
     weight: torch.Tensor,
     epsilon: float,
     packing: Packing | None,
+    summed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | PackedActivations]:
-    """Return ``output + bias + residual``, in the memory of ``output``, and ``rms_norm`` of it; [T, hidden] both.
+    """Return ``output + bias + residual`` [T, hidden], in ``output`` or ``summed``, and ``rms_norm`` of it, the same.
 
     Without ``output`` the sum is ``residual`` itself. Rounded to the dtype where eager torch rounds: after each sum
     and after the norm, whose codes ``packing`` may ask for instead.
@@ -40,7 +41,8 @@ def add_norm(
     written, sink = sink_for(residual, rows, columns, packing)
     block = max(triton.next_power_of_2(sink["out_columns"]), 128)
     add_norm_kernel[(rows,)](
-        residual, output, bias, weight, columns, residual.stride(0), 0 if output is None else output.stride(0), epsilon,
+        residual, output, output if summed is None else summed, bias, weight, columns, residual.stride(0),
+        0 if output is None else output.stride(0), epsilon,
         **sink, BLOCK=block, num_warps=_warps(rows, block, packing), **dependent(),
     )  # fmt: skip
     return residual if output is None else output, written
@@ -100,7 +102,7 @@ def sink_for(
 # The stride between columns of scales is the number of tokens: no compilation for each kind of number.
 @triton.jit(do_not_specialize=["scale_stride"])
 def add_norm_kernel(
-    residual, output, bias, weight, columns, residual_stride, output_stride, epsilon,
+    residual, output, summed, bias, weight, columns, residual_stride, output_stride, epsilon,
     out, scales, smoothing, out_columns, scale_stride,
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
@@ -112,13 +114,13 @@ def add_norm_kernel(
     dtype = residual.dtype.element_ty
     x = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     if output is not None:
-        place = output + row * output_stride + column
-        added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        place = row * output_stride + column
+        added = tl.load(output + place, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
             added = added.to(dtype).to(tl.float32)
         x = (added + x).to(dtype)
-        tl.store(place, x, mask=inside)
+        tl.store(summed + place, x, mask=inside)
         x = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / columns + epsilon)
     normed = x * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)

@@ -7,6 +7,7 @@ numbers, so that on a CPU the result is the training forward's to the bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,9 +17,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.families import PLAIN, LayerKind
-from megatron_rl.models.attention.plan import AttentionPlan
+from megatron_rl.models.attention.plan import AttentionPlan, PackedPlan
 from megatron_rl.models.blocks import BLOCKS
-from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding, TorchNorm, rollout_product
+from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding, TorchNorm, is_rms, rollout_product
 from megatron_rl.platform.megatron import inference_flag
 
 if TYPE_CHECKING:
@@ -92,14 +93,31 @@ class RolloutLayer(TransformerLayer):
                 module.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
         self._readers = tuple(module.reader and getattr(module, module.reader) for module in blocks.values())
         self._has_post_norms = kind.post_norms
+        recomputes = self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp
+        has_own_norms = is_rms(self.input_layernorm) and is_rms(self.pre_mlp_layernorm)
+        self._is_plain = has_own_norms and not (recomputes or self.hidden_dropout)
 
     def forward(
-        self, *args: Any, packed_seq_params: Any = None, inference_context: Any = None, **settings: Any
-    ) -> Any:
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, inference_context: Any = None,
+        **settings: Any,
+    ) -> Any:  # fmt: skip
         """Run megatron's layer; the MLP is told of the `PackedPlan` or, in Transformer Engine's, `RolloutPlan`."""
         plans = {"packed_seq_params": packed_seq_params, "inference_context": inference_context}
         with self.mlp.told(packed_seq_params if inference_context is None else inference_context):
-            return super().forward(*args, **plans, **settings)
+            if hidden_states.is_cuda and self._is_plain and isinstance(packed_seq_params, PackedPlan):
+                return self._summed(hidden_states, packed_seq_params), None
+            return super().forward(hidden_states, *args, **plans, **settings)
+
+    def _summed(self, hidden: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
+        """megatron's forward pass without dropout, [T, 1, hidden]; residual sum and norm are a kernel."""
+        from megatron_rl.models.training_kernels import SumAndNorm
+
+        output, attention = None, functools.partial(self.self_attention, attention_mask=None, packed_seq_params=plan)
+        for norm, block in ((self.input_layernorm, attention), (self.pre_mlp_layernorm, self.mlp)):
+            hidden, normed = SumAndNorm.apply(hidden, output, norm.weight, norm.eps)
+            output, bias = block(normed)
+            output = output if bias is None else output + bias
+        return hidden + output
 
     def decode(
         self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan

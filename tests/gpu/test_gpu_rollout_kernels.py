@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.models.test_rollout_kernels import KernelChecks
+from tests.unit.models.test_training_kernels import TrainingChecks
 
 pytestmark = pytest.mark.gpu
 
@@ -14,3 +15,9 @@ class TestCompiled(KernelChecks):
 
     device, paged = "cuda", "triton_paged"
     low = {"rtol": 2**-7, "atol": 2**-6}
+
+
+class TestTrainingCompiled(TrainingChecks):
+    """The checks of the interpreter, with gradients."""
+
+    device, low = "cuda", 2**-7

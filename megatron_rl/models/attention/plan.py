@@ -112,6 +112,8 @@ class PackedPlan(PackedSeqParams):
     """What routers hear of losses of their own, in passes with gradients."""
     lengths: tuple[int, ...] = ()
     """Of the sequences, in the order in which they lie."""
+    places: torch.Tensor | None = None
+    """[T] int64, 0 to T - 1, from the first layer whose kernel rotates and stores heads."""
     recurrent: Any = None
     """What the first layer with a recurrent state computes of ``lengths`` for all of them."""
 

@@ -45,14 +45,18 @@ class PlannedSelfAttention(SelfAttention):
                 packed_seq_params=packed_seq_params,
                 **stock,
             )
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        query, key = plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind)
+        query, key, value = self.rotated(hidden_states, plan)
         if self.kv_rounding is not None:
             key, value = self.kv_rounding(key, value)
         attend = functools.partial(plan.attend, self.layer_number, kind=self.kind, sinks=self.sinks)
         if self.training and self.checkpoint_core_attention:
             attend = functools.partial(tensor_parallel.checkpoint, attend, False)
         return self.linear_proj(attend(query, key, value))
+
+    def rotated(self, hidden_states: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rotated query and key, and value, [T, 1, heads, D] each."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        return plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind), value
 
     @property
     def sinks(self) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.families import LayerKind
+from megatron_rl.models.attention.plan import PackedPlan
 from megatron_rl.models.attention.self_attention import PlannedSelfAttention
 from megatron_rl.models.blocks import Block, cut_by_heads
 from megatron_rl.models.rollout_ops import (
@@ -85,6 +86,19 @@ class HeadAttention(Block, PlannedSelfAttention):
         self._rotates_together = is_plain and not has_norms
         # A kernel knows everything between the projection and the cache.
         self._is_storable = is_plain and (not has_norms or all(map(is_rms, self._norms)))
+
+    def rotated(self, hidden_states: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        turn = plan.turns[self.kind.rotation] if isinstance(plan, PackedPlan) else None
+        is_whole = turn is not None and turn[0].shape[-1] == self.hidden_size_per_attention_head
+        if not (hidden_states.is_cuda and self._is_storable and is_whole):
+            return super().rotated(hidden_states, plan)
+        from megatron_rl.models.training_kernels import RotatedHeads
+
+        mixed = self._mixed(hidden_states)
+        if plan.places is None:
+            plan.places = torch.arange(len(mixed), device=mixed.device)
+        weights = (norm and norm.weight for norm in self._norms)
+        return RotatedHeads.apply(mixed, turn, plan.places, self._norms, *weights)
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         if plan.stores_heads and self._is_storable:

@@ -62,7 +62,7 @@ def test_residual_and_norm(sink, block):
     from megatron_rl.models.kernels import add_norm_kernel
 
     pointers, constants = SINKS[sink]
-    types = dict.fromkeys(("residual", "output", "weight"), "*bf16") | {"scales": "*fp32", "epsilon": "fp32"}
+    types = dict.fromkeys(("residual", "output", "summed", "weight"), "*bf16") | {"scales": "*fp32", "epsilon": "fp32"}
     constants = constants | {"bias": None, "POWER_OF_TWO": False, "BLOCK": block}
     text, dependent = both(add_norm_kernel, types | pointers, constants, num_warps=min(block // 512, 16))
     check(text, sink)
