@@ -94,7 +94,7 @@ class HeadAttention(Block, PlannedSelfAttention):
             return super().rotated(hidden_states, plan)
         from megatron_rl.models.training_kernels import RotatedHeads
 
-        mixed = self._mixed(hidden_states)
+        mixed, _ = self._mixed(hidden_states)
         if plan.places is None:
             plan.places = torch.arange(len(mixed), device=mixed.device)
         weights = (norm and norm.weight for norm in self._norms)
