@@ -14,6 +14,7 @@ from megatron_rl.config.lora import lora_problems
 from megatron_rl.config.model import ModelConfig, layer_problems, shape_problems
 from megatron_rl.config.no_effect import no_effect_problems
 from megatron_rl.config.parallel import (
+    GRAPHS_AFTER,
     expert_parallel_problems,
     kernel_problems,
     parallel_problems,
@@ -162,17 +163,36 @@ def _notes_on_values(config: RLConfig) -> Iterator[str]:
 
 
 def _notes_on_graphs(config: RLConfig) -> Iterator[str]:
-    kernels, graphed = config.kernels, config.kernels.captures_graphs
+    kernels = config.kernels
     if kernels.cuda_graph_impl == "transformer_engine":
         yield (
             "--cuda-graph-impl transformer_engine has no effect: graphs of Transformer Engine's layers are not built; "
             "local captures the rollouts' decode step"
         )
-    if kernels.rl_persist_cuda_graphs and not graphed:
+    if kernels.rl_persist_cuda_graphs and kernels.wants_graphs is False:
         yield "--rl-persist-cuda-graphs has no effect without --enable-cuda-graph: there are no graphs to keep"
-    in_fp8 = config.precision.fp8_format is not None and kernels.transformer_impl == "transformer_engine"
-    if graphed and in_fp8 and config.model.num_experts and config.quantization.rl_rollout_quantization == "none":
-        yield (
-            "--enable-cuda-graph has no effect: fp8 products of Transformer Engine's experts ask the host how many "
-            "tokens each has; rollouts with --rl-rollout-quantization fp8 have graphs"
+    if kernels.wants_graphs and (reason := why_uncaptured(config)):
+        yield f"--enable-cuda-graph has no effect: {reason}"
+
+
+def graphs_after(config: RLConfig) -> int | None:
+    """Return how many decode steps run eager before CUDA graphs are captured; None: all do."""
+    wanted = config.kernels.wants_graphs
+    if wanted is False or why_uncaptured(config):
+        return None
+    return 0 if wanted else GRAPHS_AFTER
+
+
+def why_uncaptured(config: RLConfig) -> str | None:
+    """Say why decode steps of this model cannot be CUDA graphs; None if they can."""
+    if config.model.num_experts is None:
+        return None
+    if not config.model.moe_grouped_gemm:
+        return "experts in a loop (--no-moe-grouped-gemm) read on the host how many tokens each of them gets"
+    in_fp8 = config.precision.fp8_format is not None and config.kernels.transformer_impl == "transformer_engine"
+    if in_fp8 and config.quantization.rl_rollout_quantization == "none":
+        return (
+            "fp8 products of Transformer Engine's experts ask the host how many tokens each has; rollouts with "
+            "--rl-rollout-quantization fp8 have graphs"
         )
+    return None

@@ -12,6 +12,13 @@ from megatron_rl.errors import EngineError
 from megatron_rl.types import Completed, Request
 
 
+class GraphOptions(NamedTuple):
+    """Most batch sizes to capture, and eager decode steps before: none where the user has asked for CUDA graphs."""
+
+    most_sizes: int
+    after: int = 0
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Sizes of a rollout engine."""
@@ -25,8 +32,8 @@ class EngineOptions:
     """Tokens a block, where the attention backend wants pages; None is the backend's own choice."""
     kv_cache_dtype: torch.dtype | None = None
     """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
-    num_cuda_graphs: int | None = None
-    """Most batch sizes to capture a decode step for; None: it runs eager."""
+    graphs: GraphOptions | None = None
+    """None: decode steps run eager."""
     reuse_prefixes: bool = True
     """Prompts go on from what the cache has of their beginning."""
     kv_overcommit: float = 1.0

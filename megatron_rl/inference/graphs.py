@@ -27,11 +27,13 @@ import torch.distributed as dist
 from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_rl.arithmetic import FEWEST_ROWS
-from megatron_rl.inference.engine import EngineOptions
+from megatron_rl.errors import one_line
+from megatron_rl.inference.engine import EngineOptions, GraphOptions
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.platform.collectives import max_over
+from megatron_rl.platform.collectives import any_rank, max_over
+from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.linears import parallel_linears
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,11 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    @staticmethod
+    def problem(device: torch.device) -> str | None:
+        """Say why nothing can be recorded on ``device``; None if it can."""
+        return None if device.type == "cuda" else f"it needs a CUDA device, and this run is on {device.type}"
 
     def warm_up(self, work: Work) -> None:
         """Run ``work`` as it will be recorded, so that kernels compile and libraries get their workspaces."""
@@ -114,15 +121,16 @@ class DecodeGraphs:
 
     def __init__(
         self, runner: ModelRunner, policy: PolicyModel, recorder: CudaRecorder, sizes: Sequence[int],
-        key_lengths: Sequence[int],
+        key_lengths: Sequence[int], after: int = 0,
     ) -> None:  # fmt: skip
-        """``sizes`` and ``key_lengths`` ascend, up to all rows and the longest sequence."""
+        """``sizes`` and ``key_lengths`` ascend, up to all rows and the longest sequence; ``after``: `GraphOptions`."""
         self.parts = runner.parts
         self._state = runner.state
         self._cache = runner.context.cache
         self._recorder = recorder
         self._sizes = tuple(sizes)
         self._key_lengths = tuple(key_lengths)
+        self._eager_steps = after
         model = torch.nn.ModuleList(policy.chunks)
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._linears = [vars(linear) for linear in dict.fromkeys(parallel_linears(model).values())]
@@ -133,6 +141,16 @@ class DecodeGraphs:
         self._warm: set[tuple] = set()
         """Variant, key length and modes of what has been recorded before: its kernels are compiled."""
         self._said_observed = self._off = False
+
+    def are_due(self, steps: int) -> bool:
+        """Count ``steps`` as eager and return False until `GraphOptions.after` have run.
+
+        Ranks that decode in lockstep count the same steps, so they all capture at the same one.
+        """
+        if self._eager_steps <= 0:
+            return True
+        self._eager_steps -= steps
+        return False
 
     def step(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work]:
         """Return the parts of a decode step (see `ModelRunner.decode`) in order; eager where they cannot be replayed.
@@ -234,29 +252,54 @@ def _owner(forward: Any) -> weakref.ref | None:
 # -- which graphs --------------------------------------------------------------------------------
 
 
-def possible_graphs(options: EngineOptions, policy: PolicyModel) -> EngineOptions:
-    """Return ``options`` without graphs where ``policy`` cannot have them, and log why."""
-    if options.num_cuda_graphs is None:
+def possible_graphs(
+    options: EngineOptions, policy: PolicyModel, groups: ParallelGroups | None = None
+) -> EngineOptions:  # fmt: skip
+    """Return ``options`` without graphs where the device cannot have them; collective over the job with ``groups``."""
+    if options.graphs is None:
         return options
-    problem = None
-    if policy.device.type != "cuda":
-        problem = f"it needs a CUDA device, and this run is on {policy.device.type}"
-    elif policy.config.num_moe_experts is not None and not policy.config.moe_grouped_gemm:
-        problem = "experts in a loop (--no-moe-grouped-gemm) read on the host how many tokens each of them gets"
-    if problem is None:
-        return options
-    logger.info("--enable-cuda-graph has no effect: %s", problem)
-    return replace(options, num_cuda_graphs=None)
+    problem = CudaRecorder.problem(policy.device)
+    if problem is not None and options.graphs.after == 0:
+        logger.info("--enable-cuda-graph has no effect: %s", problem)
+    if problem is None and groups and (problem := collective_fault(groups, policy.device)) and groups.is_main:
+        logger.warning("decode runs eager: CUDA graphs cannot hold the exchanges of ranks here (%s)", problem)
+    return options if problem is None else replace(options, graphs=None)
 
 
-def graphs_of(runner: ModelRunner, policy: PolicyModel, max_sizes: int | None) -> DecodeGraphs | None:
-    """Make graphs of at most ``max_sizes`` batch sizes; None for None."""
-    if max_sizes is None:
+def collective_fault(groups: ParallelGroups, device: torch.device) -> str | None:
+    """Say why a captured all-reduce fails, on every rank if it does on one; collective over the job.
+
+    Tried on the groups that a decode step exchanges with. Pipeline stages send between replays, so theirs is not.
+    """
+    used = [each for each in (groups.tensor_group, groups.experts.parallel, groups.experts.tensor) if each.size() > 1]
+    if not used:
+        return None
+    recorder, fault = CudaRecorder(device), ""
+    tried = [(group, torch.zeros(1024, device=device)) for group in used]
+    works = [partial(dist.all_reduce, sums, group=group) for group, sums in tried]
+    try:
+        for work in works:  # communicators are made outside of a capture
+            recorder.warm_up(work)
+        replays = [*map(recorder.record, works)]
+    except RuntimeError as error:
+        fault = one_line(str(error), 200)
+    if any_rank(bool(fault)):  # a rank whose capture failed would not take part in a replay
+        return fault or "it failed on another rank"
+    for (group, sums), replay in zip(tried, replays, strict=True):
+        sums.fill_(1 + group.rank())
+        replay()
+    wrong = any(bool((sums != sum(range(1 + group.size()))).any()) for group, sums in tried)
+    return "a replayed all-reduce gave another sum" if any_rank(wrong) else None
+
+
+def graphs_of(runner: ModelRunner, policy: PolicyModel, options: GraphOptions | None) -> DecodeGraphs | None:
+    """Make graphs of at most ``options.most_sizes`` batch sizes; None for None."""
+    if options is None:
         return None
     longest = runner.context.cache.max_length
     key_lengths = graph_key_lengths(longest) if policy.attention.cache.needs_key_length else (longest,)
-    sizes = graph_sizes(runner.state.alive.shape[0], max_sizes)
-    return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, key_lengths)
+    sizes = graph_sizes(runner.state.alive.shape[0], options.most_sizes)
+    return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, key_lengths, options.after)
 
 
 def drop_unequal_graphs(runners: Sequence[ModelRunner], rows: int, lockstep_group: dist.ProcessGroup) -> None:

@@ -59,7 +59,7 @@ class ModelRunner:
         if context.cache.states is not None:
             context.cache.states.watch(state.alive)
         self.graphs: DecodeGraphs | None = None
-        """Of `parts`. With them, decode steps are replayed one by one."""
+        """Of `parts`. Once they are due, decode steps are replayed one by one."""
         self._forward = RolloutForward(policy, context)
         self._sampler = sampler
         self._messages, self._is_alone = messages, isinstance(messages, OneStage)
@@ -213,7 +213,7 @@ class ModelRunner:
 
         No row's position reaches ``key_length`` in the first of the steps, at least one.
         """
-        if self.graphs is None:
+        if self.graphs is None or not self.graphs.are_due(steps):
             yield from self._decode(rows, steps, self._eager(rows, key_length, steps, modes))
         elif not self._is_alone:
             yield from self._decode(rows, steps, self._replayed(rows, key_length, steps, modes))

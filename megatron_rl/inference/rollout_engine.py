@@ -48,7 +48,7 @@ class RolloutEngine(Engine):
 
         ``grammars`` are for requests with constraints.
         """
-        self._options = options = possible_graphs(options, policy)
+        self._options = options = possible_graphs(options, policy, None if messages else groups)
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
         self.kv_format = self.cache.format
         self._scheduler = Scheduler(
@@ -61,7 +61,7 @@ class RolloutEngine(Engine):
         context = RolloutContext(policy, self.cache, RolloutOps(fused=policy.device.type == "cuda"))
         sampler = Sampler(None if groups is None else groups.tensor_group)
         self.runner = ModelRunner(policy, context, state, sampler, messages or OneStage())
-        self.runner.graphs = graphs_of(self.runner, policy, options.num_cuda_graphs)
+        self.runner.graphs = graphs_of(self.runner, policy, options.graphs)
         self._is_staged = messages is not None
         self._lockstep_group = groups.lockstep_group if groups is not None and groups.shares_experts else None
         if self._lockstep_group is not None and not self._is_staged:

@@ -41,7 +41,7 @@ class StagedEngine(Engine):
         self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int], decode_text: DecodeText,
         groups: ParallelGroups, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
-        sizes = shared_out(policy, possible_graphs(options, policy), groups.pipeline_group.size())
+        sizes = shared_out(policy, possible_graphs(options, policy, groups), groups.pipeline_group.size())
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
         self.lanes = [
             RolloutEngine(policy, size, stop_token_ids, decode_text, groups, messages, grammars) for size in sizes

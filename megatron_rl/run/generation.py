@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.config.rules import graphs_after
+from megatron_rl.inference.engine import Engine, EngineOptions, GraphOptions
 from megatron_rl.inference.guides import Grammars
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
@@ -64,7 +65,7 @@ def build_engine(
 
     ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
     """
-    rollout, kernels = config.rollout, config.kernels
+    rollout, after = config.rollout, graphs_after(config)
     if rollout.inference_dynamic_batching_block_size is not None and policy.attention.cache.layout == "rows":
         logger.warning(
             "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
@@ -76,7 +77,7 @@ def build_engine(
         prefill_token_budget=rollout.inference_dynamic_batching_max_tokens, reuse_prefixes=rollout.rl_prefix_reuse,
         kv_overcommit=rollout.rl_kv_overcommit,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
-        num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if kernels.captures_graphs else None,
+        graphs=None if after is None else GraphOptions(rollout.inference_dynamic_batching_num_cuda_graphs, after),
         block_size=rollout.inference_dynamic_batching_block_size, kv_cache_dtype=requirements_of(config).cache_dtype,
         records_routing=rollout.rl_router_replay,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import QuantizationError
-from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.engine import Engine, EngineOptions, GraphOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graph_key_lengths, graph_sizes
 from megatron_rl.inference.model_runner import Part
 from megatron_rl.inference.rollout_engine import RolloutEngine
@@ -74,7 +74,8 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     uneven_vectors(policy)
     replay = config.rollout.rl_router_replay
     sizes = {"max_batch_size": 16, "max_sequence_length": 64, "records_routing": replay}
-    options = EngineOptions(**sizes | dict(case.get("options", {})))
+    graphs = GraphOptions(case["captures"]) if "captures" in case else None
+    options = EngineOptions(**sizes | dict(case.get("options", {})), graphs=graphs)
     engine = build(policy, options, groups)
     lanes = engine.lanes if isinstance(engine, StagedEngine) else []
     # Every key length: a mask of more keys than there are may add up in another order.

@@ -22,6 +22,7 @@ from megatron_rl.generation import Chat, as_prompt, open_generator
 from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
 from tests.support.ranks import run_ranks
+from tests.support.tape import on_a_gpu
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '<|end|>' }}{% endfor %}"
@@ -88,6 +89,19 @@ def test_later_turns_go_on_from_the_cache(model):
         for _ in chat.say("1", lambda: False):
             pass
         assert statistics.reused_tokens > len(long)
+
+
+@pytest.mark.own_process
+def test_a_short_job_on_a_gpu_captures_no_graphs(model, monkeypatch):
+    """Nobody asked for them, so they come after 128 decode steps; an answer here takes seven or fewer."""
+    made = on_a_gpu(monkeypatch)
+    with open_generator(model_config(str(model), GREEDY, world_size=1, at_once=1)) as generator:
+        first, steps = generator.answers(["1+2="]), generator.engine.statistics
+        while steps.decode_steps < 128:
+            assert made[0].recorded == 0
+            assert generator.answers(["1+2="]) == first
+        assert generator.answers(["1+2="]) == first
+        assert made[0].replayed > 0
 
 
 @pytest.mark.own_process

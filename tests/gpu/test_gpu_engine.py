@@ -12,11 +12,12 @@ from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 pytestmark = pytest.mark.gpu
 
 
-def _engine(policy, **options):
-    from megatron_rl.inference.engine import EngineOptions
+def _engine(policy, graphs=False, **options):
+    from megatron_rl.inference.engine import EngineOptions, GraphOptions
     from megatron_rl.inference.rollout_engine import RolloutEngine
 
-    return RolloutEngine(policy, EngineOptions(16, 48, **options), [0], lambda ids, _: " ".join(map(str, ids)))
+    sizes = EngineOptions(16, 48, graphs=GraphOptions(1) if graphs else None, **options)
+    return RolloutEngine(policy, sizes, [0], lambda ids, _: " ".join(map(str, ids)))
 
 
 def _generate(policy, greedy: bool, engine=None):
@@ -86,7 +87,7 @@ def test_completions_are_those_of_an_engine_that_waits_for_every_step(one_rank, 
     policy = tiny_policy(tiny_config(attention_backend=backend))
     waits, late = (
         {request.index: completions for request, completions in _generate(policy, False, engine)}
-        for engine in (_engine(policy, num_cuda_graphs=1, steps_not_awaited=late) for late in (0, 2))
+        for engine in (_engine(policy, graphs=True, steps_not_awaited=late) for late in (0, 2))
     )
     assert waits == late
 

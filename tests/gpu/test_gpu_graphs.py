@@ -11,7 +11,7 @@ import logging
 import pytest
 import torch
 
-from megatron_rl.inference.engine import EngineOptions
+from megatron_rl.inference.engine import EngineOptions, GraphOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graph_key_lengths, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import rollout_ops
@@ -33,7 +33,7 @@ SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "
 
 
 def _engine(policy: PolicyModel, graphs: int | None) -> RolloutEngine:
-    options = EngineOptions(SLOTS, LONGEST, num_cuda_graphs=graphs)
+    options = EngineOptions(SLOTS, LONGEST, graphs=graphs and GraphOptions(graphs))
     return RolloutEngine(policy, options, [END], letters, current_groups())
 
 
@@ -261,7 +261,7 @@ def test_stages_replayed_are_the_eager_steps(recipe, chunks):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     case = {"flags": {"bf16": True}, "recipe": recipe}
-    cases = {"graphs": case | {"options": {"num_cuda_graphs": 16}}, "eager": case | {"twin": True}}
+    cases = {"graphs": case | {"captures": 16}, "eager": case | {"twin": True}}
     stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
     for rank in run_ranks("tests.distributed.stage_programs:roll_out", 2, parallel=stages, cases=cases):
         for what in ("tokens 1", "logprobs 1", "tokens 2", "logprobs 2"):

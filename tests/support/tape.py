@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.inference import graphs
 from megatron_rl.inference.graphs import DecodeGraphs, Work, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel
@@ -148,12 +150,16 @@ class EagerRecorder:
 
 
 class TapeRecorder:
-    """In the place of `CudaRecorder`; ``warmed``, ``recorded`` and ``replayed`` count."""
+    """In the place of `CudaRecorder`, on any device; ``warmed``, ``recorded`` and ``replayed`` count."""
 
     def __init__(self) -> None:
         self.warmed = 0
         self.recorded = 0
         self.replayed = 0
+
+    @staticmethod
+    def problem(device: torch.device) -> str | None:
+        return None
 
     def warm_up(self, work: Work) -> None:
         self.warmed += 1
@@ -188,6 +194,19 @@ def _leaves(value: Any) -> list[Any]:
     if not isinstance(value, (tuple, list)):
         return [value]
     return [leaf for part in value for leaf in (_leaves(part) if isinstance(part, (tuple, list, dict)) else (part,))]
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[TapeRecorder]:
+    """Engines have graphs, as on a CUDA device; the result grows by the recorder of each."""
+    made: list[TapeRecorder] = []
+
+    class Recorder(TapeRecorder):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(graphs, "CudaRecorder", Recorder)
+    return made
 
 
 def taped(

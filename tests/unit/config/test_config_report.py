@@ -65,10 +65,14 @@ def test_graph_flags_are_noted_where_they_do_nothing(config):
 
 def test_graphs_of_transformer_engines_experts_need_quantised_rollouts(config):
     fp8 = {"transformer_impl": "transformer_engine", "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}
-    experts = {"num_experts": "4", "disable_bias_linear": True, "enable_cuda_graph": True}
+    automatic = {"num_experts": "4", "disable_bias_linear": True}
+    experts = automatic | {"enable_cuda_graph": True}
     (line,) = notes(resolve(config(**fp8, **experts), 1))
     assert line.startswith("--enable-cuda-graph has no effect: fp8 products of Transformer Engine's experts")
     assert notes(resolve(config(**fp8, **experts, rl_rollout_quantization="fp8"), 1)) == []
+    assert notes(resolve(config(**fp8, **automatic), 1)) == [], "nobody asked"
+    (line,) = notes(resolve(config(**experts, no_moe_grouped_gemm=True), 1))
+    assert line.startswith("--enable-cuda-graph has no effect: experts in a loop")
     assert notes(resolve(config(**fp8, enable_cuda_graph=True), 1)) == []
 
 

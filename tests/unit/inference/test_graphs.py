@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.inference.batch_state import BatchState
+from megatron_rl.inference.engine import GraphOptions
 from megatron_rl.inference.graphs import graph_key_lengths, graph_sizes
 from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models.attention.backend import DeviceFacts
@@ -213,14 +214,16 @@ def test_a_capture_that_fails_leaves_an_eager_run(policy: PolicyModel, caplog: p
 
 def test_a_cpu_has_no_graphs_and_says_so(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        engine = rollout_engine(policy, num_cuda_graphs=16)
+        engine = rollout_engine(policy, graphs=GraphOptions(16))
     assert engine.runner.graphs is None
     assert [r.message for r in caplog.records] == [
         "--enable-cuda-graph has no effect: it needs a CUDA device, and this run is on cpu"
     ]
     caplog.clear()
-    rollout_engine(policy)
-    assert not caplog.records
+    with caplog.at_level(logging.INFO):
+        automatic = [rollout_engine(policy, graphs=graphs) for graphs in (None, GraphOptions(16, after=128))]
+    assert [engine.runner.graphs for engine in automatic] == [None, None]
+    assert not caplog.records, "nobody asked for any"
 
 
 # -- rows that nobody runs in --------------------------------------------------------------------
@@ -254,21 +257,34 @@ def test_recording_happens_in_rollout_mode_only_by_the_engine(policy: PolicyMode
     assert recorder.recorded == 0
 
 
+FP8_LAYERS = {
+    "transformer_impl": "transformer_engine", "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise",
+    "disable_bias_linear": True,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("flags", "most"),
+    ("flags", "found"),
     [
-        ({}, None),
-        ({"enable_cuda_graph": True}, 16),
-        ({"cuda_graph_impl": "local", "inference_num_cuda_graphs": 3}, 3),
-        ({"cuda_graph_impl": "transformer_engine"}, None),
+        ({}, (16, 128)),
+        ({"enable_cuda_graph": True}, (16, 0)),
+        ({"no_enable_cuda_graph": True}, None),
+        ({"cuda_graph_impl": "local", "inference_num_cuda_graphs": 3}, (3, 0)),
+        ({"cuda_graph_impl": "none"}, None),
+        ({"cuda_graph_impl": "none", "enable_cuda_graph": True}, (16, 0)),
+        ({"cuda_graph_impl": "transformer_engine"}, (16, 128)),
+        ({"num_experts": 4, "add_qkv_bias": False}, (16, 128)),
+        ({"num_experts": 4, "add_qkv_bias": False, "no_moe_grouped_gemm": True}, None),
+        ({"num_experts": 4, "add_qkv_bias": False, **FP8_LAYERS}, None),
+        ({"num_experts": 4, "add_qkv_bias": False, **FP8_LAYERS, "rl_rollout_quantization": "fp8"}, (16, 128)),
     ],
 )
 def test_the_flags_reach_the_engine(
-    policy: PolicyModel, flags: dict[str, object], most: int | None, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyModel, flags: dict[str, object], found: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
     monkeypatch.setattr(generation, "RolloutEngine", lambda _, options, *rest, **more: built.append(options))
     tokenizer = SimpleNamespace(end_token_ids=(3,), decode=None)
     groups = SimpleNamespace(shares_experts=False, tensor_group=None)
     generation.build_engine(tiny_config(**flags), policy, tokenizer, groups)
-    assert [options.num_cuda_graphs for options in built] == [most]
+    assert [options.graphs for options in built] == [found]

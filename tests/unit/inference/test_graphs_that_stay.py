@@ -104,7 +104,8 @@ def test_copies_of_a_recipe_that_is_left_give_their_memory_back(one_rank: Parall
         ({"cuda_graph_impl": "local", "rl_persist_cuda_graphs": True}, DEVICE, True),
         ({"enable_cuda_graph": True, "rl_persist_cuda_graphs": True}, torch.device("cpu"), False),
         ({"enable_cuda_graph": True}, DEVICE, False),
-        ({"rl_persist_cuda_graphs": True}, DEVICE, False),
+        ({"rl_persist_cuda_graphs": True}, DEVICE, True),
+        ({"no_enable_cuda_graph": True, "rl_persist_cuda_graphs": True}, DEVICE, False),
     ],
 )
 def test_addresses_stay_where_graphs_on_a_gpu_are_to_stay(

@@ -13,7 +13,7 @@ from megatron_rl.run.preflight.machine import graph_problems
 from tests.support.reserved import DEVICE, HostDriver, HostLibrary
 from tests.support.tiny import tiny_config
 
-KEPT = {"enable_cuda_graph": True, "rl_persist_cuda_graphs": True}
+KEPT = {"rl_persist_cuda_graphs": True}
 
 
 @pytest.fixture(params=[True, False], ids=["new", "old"])
@@ -35,7 +35,8 @@ def test_the_driver_is_asked(can: bool) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"enable_cuda_graph": True}, {"rl_persist_cuda_graphs": True}, KEPT | {"check": True, "check_world_size": 1}],
+    [{}, {"enable_cuda_graph": True}, KEPT | {"no_enable_cuda_graph": True},
+     KEPT | {"check": True, "check_world_size": 1}],
 )
 def test_nobody_is_asked_where_nothing_is_kept_here(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "current_platform", None)

@@ -155,7 +155,7 @@ def decode(bench: Bench, model: str, kinds: Sequence[Format] = (BF16, FP8, INT8,
             continue
         most = bench.sizes.batches[-1] if graphs else bench.sizes.largest_eager
         batches = [batch for batch in bench.sizes.batches if batch <= most]
-        flags = (*kind.flags, *(GRAPHS if graphs else ()))
+        flags = (*kind.flags, *(GRAPHS if graphs else ("--no-enable-cuda-graph",)))
         rows = decode_rows(bench, shape, kind, batches, bench.sizes.context, flags)
         yield from guarded(rows, labels)
 
