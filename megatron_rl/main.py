@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_li
 from megatron_rl.families import model_directory
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
+from megatron_rl.run.gpu_defaults import bin_size, gpu_lines
 from megatron_rl.run.memory.estimate import estimate, report_text, size_problems
 from megatron_rl.run.preflight import preflight
 from megatron_rl.run.preflight.inputs import open_tokenizer, vocabulary
@@ -144,11 +145,18 @@ def _print_answer(config: RLConfig, problems: Sequence[Problem], world_size: int
             sys.stdout.writelines(f"note: {note}\n" for note in lines)
             if found := every_problem(config, problems, world_size):
                 raise ConfigError(found)
-            text = "configuration is valid"
+            text = "\n".join([*_on_gpu(config, world_size), "configuration is valid"])
     except ConfigError as error:
         return refuse(error.problems)
     sys.stdout.write(text + "\n")
     return 0
+
+
+def _on_gpu(config: RLConfig, world_size: int) -> Iterator[str]:
+    from megatron_rl.platform import current_platform
+
+    if (platform := current_platform()).is_cuda:
+        yield from gpu_lines(config, bin_size(config, world_size, vocabulary(config), platform.memory))
 
 
 def every_problem(config: RLConfig, problems: Sequence[Problem], world_size: int) -> list[Problem]:
@@ -229,6 +237,7 @@ def _build_and_execute(
     callbacks: Sequence[Callback],
 ) -> int:  # fmt: skip
     from megatron_rl import evaluation, loop, supervised
+    from megatron_rl.platform.collectives import broadcast_json
     from megatron_rl.run.base import open_run
 
     program = loop if config.training.perform_rl_step else supervised
@@ -238,6 +247,11 @@ def _build_and_execute(
         logger.info("note: %s", note)
     _log_settings(config)
     tokenizer = open_tokenizer(config)
+    if platform.is_cuda:
+        size = groups.is_main and bin_size(config, groups.world_size, tokenizer.vocab_size, platform.memory)
+        config = config.with_values(rl_sequence_packing_bin_size=broadcast_json(size, source=0))
+        for line in gpu_lines(config, config.training.rl_sequence_packing_bin_size):
+            logger.info("%s", line)
     gc.enable()
     try:
         with open_run(config, platform, groups, tokenizer, stop, command, callbacks) as base:

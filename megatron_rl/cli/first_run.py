@@ -24,6 +24,7 @@ from megatron_rl.config.flags import flag
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
 from megatron_rl.environments.loading import DataSize, data_size
 from megatron_rl.errors import ChatRefused, ConfigError, Problem
+from megatron_rl.run.gpu_defaults import BIN_FLAGS, FILLED, most_sequences
 from megatron_rl.run.memory.estimate import estimate, in_words
 from megatron_rl.run.preflight.chats import template_problems
 from megatron_rl.run.preflight.inputs import open_tokenizer
@@ -39,10 +40,8 @@ HELD_OUT = 16
 """One row in so many is for evaluations, where there are enough."""
 ENOUGH_TO_HOLD_OUT = 128
 MOST_STEPS = 200
-MOST_BIN = 16_384
-"""Tokens of a packed batch; more makes no step faster."""
-FILLED = 0.7
-"""Share of the free memory that may be planned with: activations are an approximation."""
+MOST_SEQUENCES = 32
+"""Of a packed batch on a CPU."""
 ALIGNMENT = 64
 LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
@@ -288,17 +287,14 @@ class _Settings:
     def _batch(self, values: dict[str, Any]) -> dict[str, Any]:
         """Prompts of a step, or sequences of a batch, and the micro-batch: the largest that fit."""
         batch = self._counts()
-        sequences = max(1, math.prod(batch.values()) // self._resolved(values).data_parallel_size(self.world_size))
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        most = max(1, min(sequences, MOST_BIN // values["seq_length"]))
-        sizes = [size for size in (32, 16, 8, 4, 2, 1) if size <= most]
-        tries = [{"micro_batch_size": size} for size in sizes] + [{"micro_batch_size": 1, **recompute}]
-        needed = 0
-        for one in tries:
-            found = self._estimate({**values, **batch, **one, "lr": 1.0, "train_iters": 1})
-            needed = max(found.training - found.for_rollouts, found.rollout - found.kv_cache.rollout)
-            if needed <= self.machine.free or "micro_batch_size" in self.config.typed:
-                return {**batch, **one}
+        sequences = math.prod(batch.values()) // self._resolved(values).data_parallel_size(self.world_size)
+        sequences = sequences if self.machine.is_cuda else min(sequences, MOST_SEQUENCES)
+        for most, more in ((sequences, {}), (1, propose.FULL)):
+            config = self._resolved({**values, **batch, **more, "lr": 1.0, "train_iters": 1})
+            given = self.tokenizer.vocab_size, self.machine.free, most
+            count, needed = most_sequences(config, self.world_size, *given)
+            if needed <= self.machine.free or BIN_FLAGS & set(self.config.typed):
+                return {**batch, "micro_batch_size": count, **more}
         raise ConfigError([
             f"the model does not fit: it takes {in_words(needed)} on each rank, and {in_words(self.machine.free)} can "
             "be planned with; use more ranks with --nproc, or a smaller model"

@@ -21,6 +21,7 @@ from megatron_rl.config.rules import validate
 from megatron_rl.errors import ConfigError
 from megatron_rl.main import refuse
 from megatron_rl.metrics.console import format_table
+from megatron_rl.run.gpu_defaults import MOST_BIN
 from megatron_rl.run.memory.estimate import Estimate, estimate, slot_bytes
 from megatron_rl.run.preflight.machine import recipe_problems
 
@@ -33,8 +34,6 @@ NODE, LINK, NETWORK = 8, 300e9, 40e9
 REDUCE_S, LAYER_S = 12e-6, 30e-6
 """Seconds of an all-reduce, however small, and of a layer's kernels in a decode step."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-BIN = 16_384
-"""Tokens of a packed batch, where they fit; else one sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ def proposals(config: RLConfig, asked: Question, quantizations: Sequence[str] = 
 
 def _proposal(config: RLConfig, values: dict[str, Any], asked: Question, sizes: Sizes) -> Proposal | None:
     usable, vocabulary = asked.gpu_memory * 1e9 * USABLE, config.tokenizer.vocab_size or 1
-    sequences = max(1, BIN // config.training.seq_length)
+    sequences = max(1, MOST_BIN // config.training.seq_length)
     given = values if "micro_batch_size" in config.typed else values | {"micro_batch_size": sequences}
     changed = config.with_values(**given)
     if validate(changed, asked.gpus):

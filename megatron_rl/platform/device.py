@@ -36,6 +36,11 @@ class Platform:
         """Compute capability of the GPU; None on a CPU."""
         return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the GPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory
+
     def synchronize(self) -> None:
         """Wait for the device; used only by phase timers at the coarsest level."""
         if self.is_cuda:

@@ -64,6 +64,16 @@ def test_a_question_and_an_answer_are_enough() -> None:
     assert config.logging.run_dir.startswith("runs/questions-20")
 
 
+def test_bins_are_longer_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 16k tokens, as where no flag says how long they are; on a CPU up to 32 sequences."""
+    words = ["--model", "model", "--data", "questions.jsonl", "--reward", "exact", "--rl-max-new-tokens", "50"]
+    assert _config(*words).training.micro_batch_size == 32
+    monkeypatch.setattr(first_run, "find_machine", lambda ranks, _: (ranks, Machine(True, 10**10, True)))
+    config = _config(*words)
+    assert (config.training.seq_length, config.training.micro_batch_size) == (64, 256)
+    assert _config(*words, "--seq-length", "300").training.micro_batch_size == 32
+
+
 @pytest.mark.parametrize(
     "words", [["--reward", "exact"], ["--sft", "--data-args", "prompt=question", "completion=answer"]]
 )
