@@ -34,9 +34,9 @@ done
 [ -n "$RUN_DIR" ] || { echo "--run-dir needs a directory" >&2; exit 2; }
 
 . examples/smollm2/model.sh
-PRECISION=() GRAPHS=()
+PRECISION=()
 if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    PRECISION=(--bf16) GRAPHS=(--enable-cuda-graph)
+    PRECISION=(--bf16)
 fi
 
 mkdir -p "$RUN_DIR"
@@ -55,7 +55,7 @@ COMMON=(--langrl-env-config "$RUN_DIR/environments.yaml" --seq-length 512 --clip
 torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py "${COMMON[@]}" "${SFT[@]}" "${PRECISION[@]}" \
     --load-hf "$MODEL" --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.01 \
     --log-interval 25 --run-dir "$RUN_DIR/sft"
-torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py "${COMMON[@]}" "${GRPO[@]}" "${PRECISION[@]}" "${GRAPHS[@]}" --perform-rl-step \
+torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py "${COMMON[@]}" "${GRPO[@]}" "${PRECISION[@]}" --perform-rl-step \
     --pretrained-checkpoint "$RUN_DIR/sft/checkpoints" --rl-share-prompts --grpo-kl-beta 0.0 \
     --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --lr 1e-5 --lr-decay-style constant --weight-decay 0.0 \
     --save-interval 50 --keep-last 1 --run-dir "$RUN_DIR" "${FLAGS[@]}"

@@ -119,7 +119,7 @@ class RolloutConfig:
     """Pages of the KV cache that are promised to completions, as a multiple of the pages that exist, e.g. 1.5. Above 1,
     a completion that finds no free page is preempted and its cache recomputed."""
     inference_dynamic_batching_num_cuda_graphs: int = flag(16, ge=1, aliases=("--inference-num-cuda-graphs",))
-    """Most batch sizes to capture with --enable-cuda-graph. A batch is padded to the next captured size."""
+    """Most batch sizes to capture in CUDA graphs. A batch is padded to the next captured size."""
     inference_dynamic_batching_block_size: int | None = flag(None, ge=1, le=65_536)
     """Tokens per page of the KV cache, for paged attention backends. Default: 64 (triton_paged, paged) or 256."""
     rl_offload_optimizer_during_inference: bool = flag(False)

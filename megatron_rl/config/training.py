@@ -44,7 +44,8 @@ class TrainingConfig:
         None, ge=2, source="--micro-batch-size x --seq-length",
         derived=lambda config, _: config.training.micro_batch_size * (config.training.seq_length or 0) or None,
     )
-    """Tokens of a packed micro-batch, e.g. 16384. Default: micro-batch-size x seq-length."""
+    """Tokens of a packed micro-batch, e.g. 16384. Default: micro-batch-size x seq-length; on a GPU without either flag
+    as many sequences as fit, up to 16,384 tokens."""
     rl_share_prompts: bool = flag(False)
     """In training, compute a prompt that several samples share once per micro-batch instead of once per sample. Pays
     off when prompts are long compared with answers (verl's PrefixGrouper)."""

@@ -45,9 +45,9 @@ PUBLISHED_COMMAND = """
 DIFFERENT = {
     "langrl_env_config", "ckpt_format", "save", "load", "tensorboard_dir", "run_dir", "config",
     "wandb_project", "wandb_exp_name", "wandb_save_dir", "pretrained_checkpoint", "finetune", "resume", "log_interval",
-    "enable_cuda_graph", "cuda_graph_impl", "rl_offload_optimizer_during_inference",
+    "cuda_graph_impl", "rl_offload_optimizer_during_inference",
 }  # fmt: skip
-"""Where the recipe's values are others: places, another spelling of CUDA graphs, and what its files say why."""
+"""Where the recipe's values are others: places, CUDA graphs by default, and what its files say why."""
 
 
 @pytest.fixture(scope="module")
