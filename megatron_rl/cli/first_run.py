@@ -291,8 +291,8 @@ class _Settings:
         sequences = sequences if self.machine.is_cuda else min(sequences, MOST_SEQUENCES)
         for most, more in ((sequences, {}), (1, propose.FULL)):
             config = self._resolved({**values, **batch, **more, "lr": 1.0, "train_iters": 1})
-            given = self.tokenizer.vocab_size, self.machine.free, most
-            count, needed = most_sequences(config, self.world_size, *given)
+            sizes = self.world_size, self.tokenizer.vocab_size, self.machine.free
+            count, needed = most_sequences(config, *sizes, most)
             if needed <= self.machine.free or BIN_FLAGS & set(self.config.typed):
                 return {**batch, "micro_batch_size": count, **more}
         raise ConfigError([

@@ -121,16 +121,16 @@ class KernelConfig:
         return self.deterministic_mode or self.batch_invariant_mode
 
     @property
-    def wants_graphs(self) -> bool | None:
-        """Whether the user wants decode steps captured; None: automatic, on a GPU after `GRAPHS_AFTER` of them."""
+    def graphs_after(self) -> int | None:
+        """Eager decode steps before a GPU captures graphs: 0 if the user asks for them; None: they are switched off."""
         if self.enable_cuda_graph or self.cuda_graph_impl == "local":
-            return True
-        return False if self.enable_cuda_graph is False or self.cuda_graph_impl == "none" else None
+            return 0
+        return None if self.enable_cuda_graph is False or self.cuda_graph_impl == "none" else GRAPHS_AFTER
 
     @property
     def keeps_graphs(self) -> bool:
         """The addresses that they read are to stay."""
-        return self.wants_graphs is not False and self.rl_persist_cuda_graphs
+        return self.graphs_after is not None and self.rl_persist_cuda_graphs
 
 
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:

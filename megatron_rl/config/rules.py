@@ -14,7 +14,6 @@ from megatron_rl.config.lora import lora_problems
 from megatron_rl.config.model import ModelConfig, layer_problems, shape_problems
 from megatron_rl.config.no_effect import no_effect_problems
 from megatron_rl.config.parallel import (
-    GRAPHS_AFTER,
     expert_parallel_problems,
     kernel_problems,
     parallel_problems,
@@ -169,18 +168,10 @@ def _notes_on_graphs(config: RLConfig) -> Iterator[str]:
             "--cuda-graph-impl transformer_engine has no effect: graphs of Transformer Engine's layers are not built; "
             "local captures the rollouts' decode step"
         )
-    if kernels.rl_persist_cuda_graphs and kernels.wants_graphs is False:
+    if kernels.rl_persist_cuda_graphs and kernels.graphs_after is None:
         yield "--rl-persist-cuda-graphs has no effect without --enable-cuda-graph: there are no graphs to keep"
-    if kernels.wants_graphs and (reason := why_uncaptured(config)):
+    if kernels.graphs_after == 0 and (reason := why_uncaptured(config)):
         yield f"--enable-cuda-graph has no effect: {reason}"
-
-
-def graphs_after(config: RLConfig) -> int | None:
-    """Return how many decode steps run eager before CUDA graphs are captured; None: all do."""
-    wanted = config.kernels.wants_graphs
-    if wanted is False or why_uncaptured(config):
-        return None
-    return 0 if wanted else GRAPHS_AFTER
 
 
 def why_uncaptured(config: RLConfig) -> str | None:
@@ -190,9 +181,8 @@ def why_uncaptured(config: RLConfig) -> str | None:
     if not config.model.moe_grouped_gemm:
         return "experts in a loop (--no-moe-grouped-gemm) read on the host how many tokens each of them gets"
     in_fp8 = config.precision.fp8_format is not None and config.kernels.transformer_impl == "transformer_engine"
-    if in_fp8 and config.quantization.rl_rollout_quantization == "none":
-        return (
-            "fp8 products of Transformer Engine's experts ask the host how many tokens each has; rollouts with "
-            "--rl-rollout-quantization fp8 have graphs"
-        )
-    return None
+    reason = (
+        "fp8 products of Transformer Engine's experts ask the host how many tokens each has; rollouts with "
+        "--rl-rollout-quantization fp8 have graphs"
+    )
+    return reason if in_fp8 and config.quantization.rl_rollout_quantization == "none" else None

@@ -143,10 +143,7 @@ class DecodeGraphs:
         self._said_observed = self._off = False
 
     def are_due(self, steps: int) -> bool:
-        """Count ``steps`` as eager and return False until `GraphOptions.after` have run.
-
-        Ranks that decode in lockstep count the same steps, so they all capture at the same one.
-        """
+        """Return False until `GraphOptions.after` steps were counted: at the same one on ranks that step together."""
         if self._eager_steps <= 0:
             return True
         self._eager_steps -= steps
@@ -252,9 +249,7 @@ def _owner(forward: Any) -> weakref.ref | None:
 # -- which graphs --------------------------------------------------------------------------------
 
 
-def possible_graphs(
-    options: EngineOptions, policy: PolicyModel, groups: ParallelGroups | None = None
-) -> EngineOptions:  # fmt: skip
+def possible_graphs(options: EngineOptions, policy: PolicyModel, groups: ParallelGroups | None) -> EngineOptions:
     """Return ``options`` without graphs where the device cannot have them; collective over the job with ``groups``."""
     if options.graphs is None:
         return options

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.config.rules import graphs_after
+from megatron_rl.config.rules import why_uncaptured
 from megatron_rl.inference.engine import Engine, EngineOptions, GraphOptions
 from megatron_rl.inference.guides import Grammars
 from megatron_rl.inference.rollout_engine import RolloutEngine
@@ -65,7 +65,7 @@ def build_engine(
 
     ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
     """
-    rollout, after = config.rollout, graphs_after(config)
+    rollout, after = config.rollout, None if why_uncaptured(config) else config.kernels.graphs_after
     if rollout.inference_dynamic_batching_block_size is not None and policy.attention.cache.layout == "rows":
         logger.warning(
             "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",

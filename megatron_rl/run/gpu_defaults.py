@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.config.rules import graphs_after
+from megatron_rl.config.rules import why_uncaptured
 from megatron_rl.run.memory.estimate import estimate
 from megatron_rl.run.preflight.starts import run_to_continue
 
@@ -50,7 +50,8 @@ def most_sequences(config: RLConfig, world_size: int, vocab_size: int, usable: i
 
 def gpu_lines(config: RLConfig, tokens: int) -> Iterator[str]:
     """Say what a run with bins of ``tokens`` has on a GPU, and what fp32 costs there."""
-    after, is_trained, parts = graphs_after(config), not config.training.eval_only, []
+    after = None if why_uncaptured(config) else config.kernels.graphs_after
+    is_trained, parts = not config.training.eval_only, list[str]()
     if config.training.perform_rl_step or config.training.eval_interval:
         parts += ["no CUDA graphs" if after is None else "CUDA graphs" + f" after {after} decode steps" * (after > 0)]
     parts += [f"bins of {tokens:,} tokens"] * is_trained + ["bf16" if config.precision.bf16 else "fp32"]

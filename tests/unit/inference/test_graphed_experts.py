@@ -34,7 +34,7 @@ def test_grouped_experts_have_graphs(recipe: str, one_rank: object, monkeypatch:
     policy = tiny_policy(tiny_config(**EXPERTS, rl_router_replay=True))
     engine, twin = (rollout_engine(policy, records_routing=True) for _ in range(2))
     on_a_gpu(monkeypatch)
-    assert possible_graphs(GRAPHS, policy) == GRAPHS
+    assert possible_graphs(GRAPHS, policy, None) == GRAPHS
     assert isinstance(graphs_of(engine.runner, policy, GRAPHS.graphs), DecodeGraphs)
     recorder = taped(engine, policy, key_lengths=(48,))  # how far a burst reaches depends on who ends when
     wanted = [dataclasses.replace(one, hints=Hints(wants_routing=True)) for one in requests_of_a_step()]
