@@ -120,14 +120,9 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        weight: Tensor | None,
-        targets: Tensor,
-        shard: Shard,
-        entropy: Entropy,
+        ctx: Any, output: Tensor, weight: Tensor | None, targets: Tensor, shard: Shard, entropy: Entropy,
         overwrite: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         local = targets - shard.vocab_start
         owned = (local >= 0) & (local < shard.columns(output.shape[1] if weight is None else weight.shape[0]))
         columns = torch.where(owned, local, 0)  # of the targets that are here
@@ -135,13 +130,8 @@ class _TargetLogprobs(torch.autograd.Function):
             _local_statistics(logits, columns[rows], owned[rows], shard, entropy != "none")
             for rows, logits in _products(output, weight)
         ]
-        largest, log_sum, target_logits, *mean_logits = _combine(torch.cat(parts, dim=1), shard)
-        known = (targets >= 0) & (targets < shard.vocab_size)
-        # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
-        # rounded terms would leave that error in every log-prob.
-        logprobs = torch.where(known, (target_logits - largest) - log_sum, -torch.inf)
-        # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
-        entropies = log_sum - mean_logits[0] if mean_logits else None
+        logprobs, largest, log_sum, entropies = (*_combine(torch.cat(parts, dim=1), shard), None)[:4]
+        logprobs = torch.where((targets >= 0) & (targets < shard.vocab_size), logprobs, -torch.inf)
 
         ctx.shard, ctx.differentiable_entropy, ctx.overwrite = shard, entropy == "differentiable", overwrite
         ctx.save_for_backward(output, weight, columns, owned, largest, log_sum, entropies)
@@ -196,13 +186,9 @@ def _products(output: Tensor, weight: Tensor | None) -> Iterator[tuple[slice, Te
 
 
 def _logits_gradient(
-    logits: Tensor,
-    known: tuple[Tensor | None, ...],
-    grad_logprobs: Tensor,
-    grad_entropies: Tensor | None,
-    shard: Shard,
-    out: Tensor,
-) -> Tensor:
+    logits: Tensor, known: tuple[Tensor | None, ...], grad_logprobs: Tensor, grad_entropies: Tensor | None,
+    shard: Shard, out: Tensor,
+) -> Tensor:  # fmt: skip
     """Gradient of ``logits`` [rows, V / tp], written into ``out``, which may be ``logits`` itself.
 
     ``known`` of each row: column and ownership of the target, largest logit, log sum, and the entropy where a gradient
@@ -237,6 +223,7 @@ def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Sha
 
     The largest logit and the log of the sum of ``exp(logit - largest)``, both -inf when there are no columns; the
     target's logit, 0 where another rank holds it; the mean of ``logit - largest`` under the softmax over the columns.
+    On CUDA `logprob_kernels.local_statistics`, which leaves the logarithm and the division to the last step.
     """
     if runs_kernels(logits):
         from megatron_rl.algorithms.logprob_kernels import local_statistics
@@ -260,10 +247,24 @@ def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Sha
     return statistics
 
 
-def _combine(local: Tensor, shard: Shard) -> tuple[Tensor, ...]:
+def _combine(local: Tensor, shard: Shard) -> list[Tensor]:
+    """Log-probs, largest logits, log sums and, if asked for, entropies over the whole vocabulary: [T] each."""
+    if runs_kernels(local):
+        from megatron_rl.algorithms.logprob_kernels import finished
+
+        every = [torch.empty_like(local) for _ in range(1 if shard.tensor_group is None else shard.tensor_group.size())]
+        if len(every) > 1:
+            dist.all_gather(every, local, group=shard.tensor_group)  # in the order of the ranks
+        return finished(torch.stack(every if len(every) > 1 else [local]), shard.temperature)
+    largest, log_sum, target_logits, *means = local if shard.tensor_group is None else _added_up(local, shard)
+    # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
+    # rounded terms would leave that error in every log-prob.
+    # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
+    return [(target_logits - largest) - log_sum, largest, log_sum, *(log_sum - mean for mean in means)]
+
+
+def _added_up(local: Tensor, shard: Shard) -> tuple[Tensor, ...]:
     """The statistics over the whole vocabulary: two all-reduces of a few [T]."""
-    if shard.tensor_group is None:
-        return local.unbind()
     own_largest, own_log_sum, target_logits, *own_mean = local.unbind()
     # The largest logit of all ranks is what is subtracted before exp, so that no rank overflows.
     largest = own_largest.clone()

@@ -59,7 +59,7 @@ class RolloutEngine(Engine):
         paged = policy.attention.cache.layout == "blocks"
         state = BatchState(self.max_batch_size, options.max_sequence_length, is_stop, paged)
         context = RolloutContext(policy, self.cache, RolloutOps(fused=policy.device.type == "cuda"))
-        sampler = Sampler(None if groups is None else groups.tensor_group)
+        sampler = Sampler(None if groups is None else groups.tensor_group, policy.padded_vocab_size)
         self.runner = ModelRunner(policy, context, state, sampler, messages or OneStage())
         self.runner.graphs = graphs_of(self.runner, policy, options.graphs)
         self._is_staged = messages is not None

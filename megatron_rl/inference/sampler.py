@@ -90,14 +90,18 @@ class SamplingTensors:
 class Sampler:
     """Draws the next tokens, the same on all tensor-parallel ranks."""
 
-    def __init__(self, tensor_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, tensor_group: dist.ProcessGroup | None = None, padded_vocab_size: int | None = None) -> None:
+        """``padded_vocab_size``: that is split over the ranks; None where it is of no matter."""
+        self._shard = None
+        if tensor_group is not None and padded_vocab_size is not None:
+            self._shard = padded_vocab_size // tensor_group.size()
         self._tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
 
     def __call__(
         self, logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `draw`."""
-        token, logprob = draw(logits, numbers, params)
+        token, logprob = draw(logits, numbers, params, self._shard)
         if self._tensor_group is not None:
             # The ranks computed the same logits; if rounding ever made them differ, one draws for
             # all, because ranks that disagree on an end token would wait for each other for ever.
@@ -107,18 +111,21 @@ class Sampler:
         return token, logprob
 
 
-def draw(logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors, shard: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row.
 
     ``logits`` [N, V] fp32 over the real vocabulary; ``numbers`` [N] are of `uniform`, at the positions
     of the tokens to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
     were drawn from: biased, tempered, and renormalised over the min-p / top-k / top-p support where that is on.
+    ``shard``: columns of a tensor-parallel rank; on CUDA sums are made shard by shard, as in the trainer.
     """
     logits, temperature = _shaped(logits, params)
     if logits.is_cuda:
         from megatron_rl.inference.sampling_kernel import draw_by_chunks
 
-        return draw_by_chunks(logits, numbers, temperature, params.greedy)
+        return draw_by_chunks(logits, numbers, temperature, params.greedy, shard)
     return draw_by_columns(logits, numbers, temperature, params.greedy)
 
 

@@ -5,7 +5,8 @@
 
 Adding up a row of 150,000 columns with ``cumsum`` is 149 passes of one block of threads, whatever the batch. Importing
 this module imports Triton. Its twin in plain torch is `sampler.draw_by_columns`; tokens differ where a number falls
-within rounding of a border between two tokens, log-probs by 1e-5.
+within rounding of a border between two tokens, log-probs by 1e-5. The log-prob of a token is that of the trainer's
+kernels (`algorithms/logprob_kernels.py`) to the bit.
 """
 
 from __future__ import annotations
@@ -14,30 +15,35 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 4096
+from megatron_rl.algorithms.logprob_kernels import CHUNK, fold, pairwise_sum, shifted
 
 
 def draw_by_chunks(
     logits: torch.Tensor, numbers: torch.Tensor, temperature: torch.Tensor | None = None,
-    greedy: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None, shard: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return token ids [N] int64 and their log-probs [N] fp32, from ``logits`` [N, V] fp32 of any row stride.
 
     ``numbers`` [N] fp32 in (0, 1]; ``temperature`` [N] fp32 where not all are 1; ``greedy`` [N] bool where some rows
-    take the largest. -inf stands for what is not to be drawn. The host reads nothing.
+    take the largest. -inf stands for what is not to be drawn. ``shard``: columns that the trainer has on a
+    tensor-parallel rank, padding among them; None for all. The host reads nothing.
     """
     rows, columns = logits.shape
-    chunks = triton.cdiv(columns, CHUNK)
+    shard = columns if shard is None else shard
+    each = triton.cdiv(shard, CHUNK)  # chunks begin anew with each shard
+    chunks = triton.cdiv(columns, shard) * each
     largest, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device).unbind()
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    layout = columns, logits.stride(0), shard, each, chunks
     chunks_kernel[(rows, chunks)](
-        logits, temperature, largest, sums, places, columns, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=8
+        logits, temperature, largest, sums, places, *layout, CHUNK=CHUNK, num_warps=8, enable_fp_fusion=False
     )
     select_kernel[(rows,)](
-        logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs,
-        columns, logits.stride(0), chunks, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
+        logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, *layout, CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks), EACH=triton.next_power_of_2(each),
+        SHARDS=triton.next_power_of_2(chunks // each), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, logprobs
 
@@ -47,59 +53,85 @@ def draw_by_chunks(
 
 
 @triton.jit(
-    do_not_specialize=["columns", "stride", "chunks"],
+    do_not_specialize=["columns", "stride", "shard", "each", "chunks"],
     do_not_specialize_on_alignment=["logits", "temperature", "largest", "sums", "places"],
 )
-def chunks_kernel(logits, temperature, largest, sums, places, columns, stride, chunks, CHUNK: tl.constexpr):
+def chunks_kernel(
+    logits, temperature, largest, sums, places, columns, stride, shard, each, chunks, CHUNK: tl.constexpr
+):  # fmt: skip
     """Sum up each chunk's exponentials; one program per (row, chunk)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < columns, other=float("-inf"))
-    if temperature is not None:
-        x = tl.div_rn(x, tl.load(temperature + row))
+    column, inside = _columns_of(chunk, columns, shard, each, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * stride + column, mask=inside, other=float("-inf"))
     best = tl.max(x, 0)
     place = row * chunks + chunk
     tl.store(largest + place, best)
     tl.store(places + place, tl.min(tl.where(x == best, column, columns), 0))
-    # A chunk of -inf alone adds nothing, and -inf - -inf would be NaN.
-    tl.store(sums + place, tl.sum(tl.exp(x - tl.where(best == float("-inf"), 0.0, best)), 0))
+    tl.store(sums + place, pairwise_sum(tl.exp(shifted(x, best, _scale(temperature, row)))))
+
+
+@triton.jit
+def _columns_of(chunk, columns, shard, each, CHUNK: tl.constexpr):
+    """The columns of a chunk, and which of them there are."""
+    in_shard = (chunk % each) * CHUNK + tl.arange(0, CHUNK)
+    column = chunk // each * shard + in_shard
+    return column, (in_shard < shard) & (column < columns)
+
+
+@triton.jit
+def _scale(temperature, row):
+    scale = 1.0
+    if temperature is not None:
+        scale = tl.div_rn(1.0, tl.load(temperature + row))
+    return scale
 
 
 @triton.jit(
-    do_not_specialize=["columns", "stride", "chunks"],
+    do_not_specialize=["columns", "stride", "shard", "each", "chunks"],
     do_not_specialize_on_alignment=["logits", "numbers", "temperature", "greedy", "largest", "sums", "places"],
 )
 def select_kernel(
-    logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, columns, stride, chunks,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, columns, stride, shard, each, chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
     """Draw each row's token; one program per row."""
     row = tl.program_id(0)
-    each = tl.arange(0, CHUNKS)
-    known = each < chunks
-    of_chunk = tl.load(largest + row * chunks + each, mask=known, other=float("-inf"))
-    best = tl.max(of_chunk, 0)
-    masses = tl.load(sums + row * chunks + each, mask=known, other=0.0) * tl.exp(of_chunk - best)
-    total = tl.sum(masses, 0)
+    scale = _scale(temperature, row)
+    index = tl.arange(0, CHUNKS)
+    known = index < chunks
+    of_chunk = tl.load(largest + row * chunks + index, mask=known, other=float("-inf"))
+    best, total = _folded(largest + row * chunks, sums + row * chunks, scale, each, chunks // each, EACH, SHARDS)
+    masses = tl.load(sums + row * chunks + index, mask=known, other=0.0) * tl.exp(shifted(of_chunk, best, scale))
     target = tl.load(numbers + row) * total
-    chunk = _first_to_reach(target, masses, each)
-    before = tl.sum(tl.where(each < chunk, masses, 0.0), 0)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    chunk = _first_to_reach(target, masses, index)
+    before = tl.sum(tl.where(index < chunk, masses, 0.0), 0)
+    column, inside = _columns_of(chunk, columns, shard, each, CHUNK)
     start = logits + row.to(tl.int64) * stride
-    x = tl.load(start + column, mask=column < columns, other=float("-inf"))
-    if temperature is not None:
-        x = tl.div_rn(x, tl.load(temperature + row))
-    token = chunk * CHUNK + _first_to_reach(target - before, tl.exp(x - best), tl.arange(0, CHUNK))
+    x = tl.load(start + column, mask=inside, other=float("-inf"))
+    token = _first_to_reach(target - before, tl.exp(shifted(x, best, scale)), column)
     if greedy is not None:
-        where = tl.load(places + row * chunks + each, mask=known, other=columns)
+        where = tl.load(places + row * chunks + index, mask=known, other=columns)
         first = tl.min(tl.where(of_chunk == best, where, columns), 0)
         token = tl.where(tl.load(greedy + row) != 0, first, token)
     token = tl.minimum(token, columns - 1)  # logits that are NaN: some token, and a log-prob that is NaN
-    logit = tl.load(start + token)
-    if temperature is not None:
-        logit = tl.div_rn(logit, tl.load(temperature + row))
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logprobs + row, logit - best - tl.log(total))
+    tl.store(logprobs + row, shifted(tl.load(start + token), best, scale) - tl.log(total))
+
+
+@triton.jit
+def _folded(largest, sums, scale, each, shards, EACH: tl.constexpr, SHARDS: tl.constexpr):
+    """Fold the chunks of each shard, as its rank does in the trainer, then the shards."""
+    index, shard = tl.arange(0, EACH), tl.arange(0, SHARDS)
+    of_shards = tl.full((SHARDS,), float("-inf"), tl.float32)
+    totals = tl.full((SHARDS,), 0.0, tl.float32)
+    for one in range(0, shards):
+        place = one * each + index
+        best, total = fold(
+            tl.load(largest + place, mask=index < each, other=float("-inf")),
+            tl.load(sums + place, mask=index < each, other=0.0), scale,
+        )  # fmt: skip
+        of_shards, totals = tl.where(shard == one, best, of_shards), tl.where(shard == one, total, totals)
+    return fold(of_shards, totals, scale)
 
 
 @triton.jit

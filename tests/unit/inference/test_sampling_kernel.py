@@ -23,11 +23,11 @@ class DrawChecks:
 
     device = "cpu"
 
-    def draw(self, logits, numbers, temperature=None, greedy=None):
+    def draw(self, logits, numbers, temperature=None, greedy=None, shard=None):
         from megatron_rl.inference.sampling_kernel import draw_by_chunks
 
         given = [None if x is None else x.to(self.device) for x in (logits, numbers, temperature, greedy)]
-        return [result.cpu() for result in draw_by_chunks(*given)]
+        return [result.cpu() for result in draw_by_chunks(*given, shard)]
 
     def check(self, logits, numbers, temperature=None, greedy=None) -> torch.Tensor:
         """Tokens as the twin's, but at a border within 1e-5 of the number; log-probs within 1e-5."""
@@ -79,6 +79,30 @@ class DrawChecks:
         assert (tokens % 2 == 1).all()
         assert logprobs.isfinite().all()
 
+    @pytest.mark.parametrize("shards", [1, 2, 4])
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("vocabulary", [1000, 32_000, 151_936])
+    def test_a_log_prob_is_the_trainers_to_the_bit(self, vocabulary, temperature, shards):
+        """Of the same bf16 logits, over tensor-parallel ranks too, of which the last has padding."""
+        from megatron_rl.algorithms.logprob_kernels import finished, local_statistics
+
+        real = vocabulary - 300  # padding behind them, none of it in a shard of its own
+        logits = (torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(5)) * 3).bfloat16()
+        of_rows = None if temperature == 1.0 else torch.full((ROWS,), temperature)
+        numbers = torch.linspace(0.05, 0.95, ROWS)
+        width = vocabulary // shards
+        tokens, drawn = self.draw(logits.float()[:, :real], numbers, of_rows, shard=width)
+        statistics = []
+        for first in range(0, vocabulary, width):
+            own = (tokens >= first) & (tokens < first + width)
+            columns = torch.where(own, tokens - first, 0)
+            given = (x.to(self.device) for x in (logits[:, first : first + width].contiguous(), columns, own))
+            statistics.append(local_statistics(*given, max(0, min(real - first, width)), temperature, shards == 2))
+        scored, *_ = finished(torch.stack(statistics), temperature)
+        assert torch.equal(drawn, scored.cpu())
+        exact = (logits[:, :real].double() / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(drawn.double(), exact, rtol=1e-5, atol=1e-5)
+
     def test_large_logits(self):
         self.check(torch.randn(ROWS, 5000, generator=torch.Generator().manual_seed(4)) * 1e4, torch.full((ROWS,), 0.5))
 
@@ -111,8 +135,10 @@ else:
         fp32 = dict.fromkeys(("logits", "numbers", "temperature", "largest", "sums", "logprobs"), "*fp32")
         types = fp32 | {"places": "*i32", "tokens": "*i64", "greedy": "*i1"}
         constants = {"CHUNK": CHUNK} | ({} if tempered else {"temperature": None})
-        made = compile_for_hopper(chunks_kernel, types, constants, num_warps=8)
+        plain = {"num_warps": 8, "enable_fp_fusion": False}
+        made = compile_for_hopper(chunks_kernel, types, constants, **plain)
         assert made.resources.spilled == 0
-        constants |= {"CHUNKS": 64} | ({} if tempered else {"greedy": None})
-        made = compile_for_hopper(select_kernel, types, constants, num_warps=8)
+        assert "fma.rn.f32" not in made.ptx, "a sum that takes in a product is rounded once less than the trainer's"
+        constants |= {"CHUNKS": 64, "EACH": 64, "SHARDS": 1} | ({} if tempered else {"greedy": None})
+        made = compile_for_hopper(select_kernel, types, constants, **plain)
         assert made.resources.spilled == 0
