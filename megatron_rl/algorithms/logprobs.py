@@ -38,20 +38,11 @@ Entropy = Literal["none", "detached", "differentiable"]
 
 
 def selected_logprobs(
-    output: Tensor,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    *,
-    vocab_size: int,
-    weight: Tensor | None = None,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    tensor_group: dist.ProcessGroup | None = None,
-    entropy: Entropy = "none",
-    share: Share | None = None,
-    context_group: dist.ProcessGroup | None = None,
+    output: Tensor, token_ids: Tensor, position_ids: Tensor, *, vocab_size: int, weight: Tensor | None = None,
+    temperature: float = 1.0, vocab_start: int = 0, tensor_group: dist.ProcessGroup | None = None,
+    entropy: Entropy = "none", share: Share | None = None, context_group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the log-prob of each token of a packed batch under ``softmax(logits / temperature)``.
 
     All ranks of the tensor group call this with the same tokens and get the same result; the gradient of a rank is that

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, flag
 from megatron_rl.families.architecture import ExpertShare
+from megatron_rl.families.blocks import BLOCKS
 from megatron_rl.families.layout import ModelLayout
 from megatron_rl.registry import RECIPES
 
@@ -228,3 +229,29 @@ def cache_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             "with --rl-mismatch-action fallback and unquantised linear layers: there is no safer format; use "
             "--rl-mismatch-action stop or warn"
         )
+
+
+def invariance_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Report what has no equal bits in rollouts and trainer, or in another batch, with `--batch-invariant-mode`."""
+    if not config.kernels.batch_invariant_mode:
+        return
+    form, forward = config.quantization.rl_rollout_quantization, config.quantization.rl_train_forward
+    kinds = config.architecture().kinds if config.model.num_layers else ()
+    for is_on, text in (
+        (not config.precision.bf16, "needs --bf16, which its kernels are for; add it"),
+        (form not in ("none", "int8"), f"with --rl-rollout-quantization {form}: a few tokens have another GEMM than "
+         "many; use none, or int8 with --rl-train-forward quantized"),
+        (form == "int8" and forward == "plain", "with --rl-rollout-quantization int8 needs --rl-train-forward "
+         "quantized beside it; add it"),
+        (config.kv_cache_is_rounded, "with --rl-kv-cache-dtype: the trainer rounds no keys and values; use auto"),
+        (config.kernels.transformer_impl != "local", "with --transformer-impl transformer_engine: use local"),
+        (config.lora.lora_rank, "with --lora-rank: such narrow GEMMs may vary with the batch; leave one of them out"),
+        (config.parallel.context_parallel_size > 1, "with --context-parallel-size above 1: attention would add up in "
+         "other parts than in rollouts; use 1"),
+        (config.training.rl_share_prompts, "with --rl-share-prompts: attention would add up in other parts than in "
+         "rollouts; leave one of them out"),
+        *((BLOCKS[name].varies, f"is not built for this model: {BLOCKS[name].varies}; leave it out")
+          for name in sorted({name for kind in kinds for name in (kind.mixer, kind.mlp)})),
+    ):  # fmt: skip
+        if is_on:
+            yield "batch_invariant_mode", text

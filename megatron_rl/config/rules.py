@@ -25,6 +25,7 @@ from megatron_rl.config.precision import (
     cache_problems,
     code_problems,
     engine_problems,
+    invariance_problems,
     moment_problems,
     precision_problems,
 )
@@ -48,7 +49,8 @@ RULES: tuple[Rule, ...] = (
     record_problems, parallel_problems, pipeline_problems, expert_parallel_problems, shape_problems,
     layer_problems, latent_size_problems, latent_problems, delta_problems, rotation_problems, expert_problems,
     batch_problems, length_problems, cache_size_problems, precision_problems, code_problems, moment_problems,
-    kernel_problems, engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems,
+    kernel_problems, engine_problems, alignment_problems, cache_problems, invariance_problems, optimizer_problems,
+    schedule_problems,
     sampling_problems, algorithm_problems, dynamic_sampling_problems, partial_rollout_problems, critic_problems,
     teacher_problems, lora_problems, no_effect_problems,
 )  # fmt: skip

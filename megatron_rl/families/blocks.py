@@ -146,12 +146,13 @@ _EXPERTS = _MLP | {
 
 BLOCKS: Mapping[str, Block] = {
     "heads": Block(_heads, _heads_kept, _ATTENTION, _OF_HEADS, _heads_cache),
-    "latent": Block(_latent, _latent_kept, _LATENT, frozenset({"rotation", "scale"}), _latent_cache),
+    "latent": Block(_latent, _latent_kept, _LATENT, frozenset({"rotation", "scale"}), _latent_cache,
+                    varies="latents are expanded in prompts and not in decode steps"),
     "gated": Block(gated_heads, gated_kept, _ATTENTION, frozenset({"rotation", "scale"}), _heads_cache),
-    "delta": Block(delta_parts, delta_kept, DELTA_NAMES, cache=delta_cache),
+    "delta": Block(delta_parts, delta_kept, DELTA_NAMES, cache=delta_cache, varies="DeltaNet has chunks in prompts"),
     "dense": Block(_dense, _dense_kept, _MLP),
-    "experts": Block(_experts, _experts_kept, _EXPERTS),
-}
+    "experts": Block(_experts, _experts_kept, _EXPERTS, varies="grouped GEMMs may vary with an expert's tokens"),
+}  # fmt: skip
 
 
 def blocks_of(kind: LayerKind) -> tuple[Block, Block]:

@@ -176,6 +176,8 @@ class Block:
     """The fields of `LayerKind` that it takes into account."""
     cache: Callable[[Architecture, int], LayerCache | StateCache] | None = None
     """Of a mixer, on each of so many tensor-parallel ranks."""
+    varies: str | None = None
+    """Why its bits on a GPU depend on what shares a batch; None if they do not, see `--batch-invariant-mode`."""
 
 
 def norm(name: str, width: int, model: Architecture) -> Iterator[Parameter]:

@@ -32,8 +32,9 @@ from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_
 from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings, pad_products
 from megatron_rl.platform import Platform
+from megatron_rl.platform.cuda import forbid_split_k
 from megatron_rl.platform.groups import current_groups
-from megatron_rl.platform.megatron import pipeline_settings, weights_left_as_they_are
+from megatron_rl.platform.megatron import add_up_in_rank_order, pipeline_settings, weights_left_as_they_are
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ def build_model(
     With the head ``value`` it is a critic: the same trunk, whose router chooses for itself. If it ``is_filled_later``,
     by a caller who reads every weight, none is drawn: they are whatever the memory holds.
     """
+    _fix_orders_of_sums(config, platform)
     transformer_config = build_transformer_config(config, platform)
     groups = current_groups()
     layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
@@ -219,6 +221,12 @@ def build_model(
     if head == "vocabulary":
         logger.info("%s", policy.attention.reason)
     return policy
+
+
+def _fix_orders_of_sums(config: RLConfig, platform: Platform) -> None:
+    if config.kernels.batch_invariant_mode and platform.is_cuda:
+        forbid_split_k()
+        add_up_in_rank_order()
 
 
 def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLayout, chunk: int) -> GPTModel:

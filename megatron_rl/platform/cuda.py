@@ -10,6 +10,8 @@ import torch
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where a user configures torch's allocator."""
+WITHOUT_WORKSPACE = {"CUBLASLT_WORKSPACE_SIZE": "0", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+"""Leaves cuBLAS no memory for split-K, which it would choose by the number of rows. Read at the first GEMM."""
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
@@ -32,6 +34,7 @@ def environment_for(deterministic: bool, batch_invariant: bool = False) -> dict[
         "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0",  # one order of sums; NVSwitches have none
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch's strict mode refuses any product without it
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine
+        **(WITHOUT_WORKSPACE if batch_invariant else {}),
     }  # fmt: skip
 
 
@@ -49,3 +52,13 @@ def strict_algorithms() -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(debug_mode)
         memory.fill_uninitialized_memory = filled
+
+
+def forbid_split_k() -> None:
+    """Let every number of a GEMM add up its products in the order of K, however many rows there are.
+
+    Call it before the first GEMM; `environment_for` has the variables that go with it.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # which alone knows the second setting
+    for dtype in ("bf16", "fp16"):  # neither sums in the dtype, nor split-K
+        setattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction", (False, False))

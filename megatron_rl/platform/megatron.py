@@ -69,6 +69,38 @@ def inference_flag() -> Iterator[None]:
             InferenceMode.unset_active()
 
 
+@functools.cache
+def add_up_in_rank_order() -> None:
+    """Let tensor-parallel ranks add up in their order, in fp32, rounded once; megatron has NCCL choose.
+
+    NCCL's order, and where it rounds to bf16, depend on the message's size: on the number of tokens.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    uneven = mappings._reduce_scatter_along_first_dim
+
+    def scattered(whole: torch.Tensor, group: dist.ProcessGroup, sizes: Any = None, *given: Any) -> torch.Tensor:
+        if sizes is not None or group.size() == 1:
+            return uneven(whole, group, sizes, *given)
+        parts = torch.empty_like(whole, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(parts, whole.contiguous(), group=group)
+        first, *others = parts.chunk(group.size())
+        total = first.float()
+        for part in others:
+            total += part
+        return total.to(whole.dtype)
+
+    def reduced(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if group.size() == 1:
+            return own
+        part = scattered(torch.nn.functional.pad(own.flatten(), (0, -own.numel() % group.size())), group)
+        whole = part.new_empty(len(part) * group.size())
+        dist.all_gather_into_tensor(whole, part, group=group)
+        return whole[: own.numel()].view(own.shape)
+
+    mappings._reduce, mappings._reduce_scatter_along_first_dim = reduced, scattered
+
+
 def asynchronous_writer() -> dict[str, str]:
     """Return arguments of ``dist_checkpointing.save``: from 0.17 on its default writer is another package's."""
     from megatron.core import dist_checkpointing

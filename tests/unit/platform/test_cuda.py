@@ -60,3 +60,20 @@ def test_the_preparation_installs_what_the_machine_needs(monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu, "install", lambda: installed.append("cpu"))
     platform.prepare.__wrapped__()
     assert installed == ["cuda" if available else "cpu"]
+
+
+def test_without_split_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a workspace nor by torch's choice."""
+    libraries: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)
+    before = [getattr(torch._C, f"_get_cublas_allow_{kind}_reduced_precision_reduction")() for kind in ("bf16", "fp16")]
+    try:
+        cuda.forbid_split_k()
+        assert torch._C._get_cublas_allow_bf16_reduced_precision_reduction() == (False, False)
+        assert torch._C._get_cublas_allow_fp16_reduced_precision_reduction() == (False, False)
+    finally:
+        for kind, value in zip(("bf16", "fp16"), before, strict=True):
+            setattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction", value)
+    variables = cuda.environment_for(deterministic=True, batch_invariant=True)
+    assert (variables["CUBLASLT_WORKSPACE_SIZE"], variables["CUBLAS_WORKSPACE_CONFIG"]) == ("0", ":16:8")
+    assert libraries == ["cublaslt"]
