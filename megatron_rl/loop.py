@@ -41,7 +41,7 @@ def rl_step(run: RLRun, step: int) -> TrainOutcome | None:
     critic_alone = step <= run.config.critic.rl_critic_warmup_steps
     with run.phases.update():
         outcome = run.trainer.step(updates, rewards, critic_alone)
-    run.parity.judge_correction(outcome.metrics)
+    run.parity.judge_correction(outcome.metrics, step)
 
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, outcome.updates)

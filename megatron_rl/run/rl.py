@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from megatron_rl.models.lora import adapt
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups
+from megatron_rl.registry import CORRECTIONS
 from megatron_rl.rollout.collector import Collector, StepRollouts
 from megatron_rl.rollout.dynamic_sampling import DynamicCollector
 from megatron_rl.rollout.filtering import DynamicSampling
@@ -147,7 +148,11 @@ def build(base: Run) -> RLRun:
     collector = _collector(base, states, source, factory, rollouter)
     evaluates = config.training.eval_interval is not None
     scorer = build_scorer(config, policy, groups, BalanceLosses.of(config, policy.device))
-    advantage = advantage_of(config)
+    advantage, objective = advantage_of(config), PolicyObjective.of(config)
+    is_exact = config.kernels.batch_invariant_mode and policy.device.type == "cuda" and not algorithm.has_stale_samples
+    if is_exact:
+        objective = replace(objective, correction=CORRECTIONS.get("none")())
+        logger.info("--batch-invariant-mode: log-probs of rollouts are exact, without a correction or a pass for old ones")
     baseline = "teacher" if teacher is not None else getattr(advantage, "BASELINE", "group")
     return assemble(
         RLRun, base, start, states,
@@ -161,12 +166,13 @@ def build(base: Run) -> RLRun:
             turn_discount=algorithm.rl_turn_discount,
         ),
         trainer=PolicyTrainer(
-            start.optimization, scorer, build_advantage(config), PolicyObjective.of(config),
+            start.optimization, scorer, build_advantage(config), objective,
             algorithm.grpo_iterations, base.timer,
             reference=start.reference,
             teacher=teacher,
             critic=_critic(base, start.critic),
             reward_kl_beta=algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
+            draws_exactly=is_exact,
         ),
         parity=_parity_gate(base, scorer, engine),
         evaluator=build_evaluator(base, rollouter) if evaluates else None,

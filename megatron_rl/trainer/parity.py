@@ -106,6 +106,7 @@ class ParityGate:
         self._scorer, self._quantization, self._data_group, self._rounded = scorer, quantization, data_group, rounded
         self._absorbed = absorbed
         self._kv_cache = config.kv_cache_dtype
+        self._is_exact = config.kernels.batch_invariant_mode and scorer.device.type == "cuda"
         self._correction, self._correction_name = correction_of(config), config.algorithm.rl_correction
         # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
         self.rounds_alike = not config.precision.bf16 and scorer.device.type != "cuda"
@@ -174,12 +175,16 @@ class ParityGate:
         logger.warning("parity gate: %s; rollouts go on with %s instead of %s", text, safer, report.recipe)
         return True
 
-    def judge_correction(self, metrics: Mapping[str, float]) -> None:
-        """Check after a step's updates that the correction worked; ``metrics`` are the step's.
+    def judge_correction(self, metrics: Mapping[str, float], step: int) -> None:
+        """Check after a step's updates that the correction worked, or that there was nothing to correct.
 
         Raises:
             TrainingError: it makes the mismatch larger and the action is not to warn.
         """
+        gap = metrics.get("training/rollout_logprob_gap_max", 0.0)
+        if self._is_exact and gap:
+            text = "step %d: log-probs of rollouts and trainer differ by up to %.3g; --batch-invariant-mode promises 0"
+            logger.warning(text, step, gap)
         problem = correction_problem(self._correction_name, self._correction, metrics)
         if problem is None:
             return

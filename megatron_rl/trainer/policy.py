@@ -107,6 +107,8 @@ class PolicyTrainer:
     """None where the advantage needs none."""
     reward_kl_beta: float = 0.0
     """Of the KL penalty in the reward; 0 without."""
+    draws_exactly: bool = False
+    """The log-probs of rollouts are those of the weights at the step's beginning, to the bit."""
 
     def step(self, updates: Updates, rewards: StepRewards, critic_alone: bool = False) -> TrainOutcome:
         """Go over the rollout's updates ``grpo_iterations`` times, first with the critic; collective.
@@ -135,7 +137,10 @@ class PolicyTrainer:
         """Log-probs and advantages, which stay fixed during the step's updates."""
         several = len(updates) * self.iterations > 1
         start = 0 if self.reward_kl_beta or several and self._may_read_old_logprobs else 1
-        if updates[start:]:
+        if self.draws_exactly:
+            drawn = _each(updates[start:], lambda batch: replace(batch, old_logprobs=batch.inference_logprobs))
+            updates = [*updates[:start], *drawn]
+        elif updates[start:]:
             with self.timer.phase("old_log_prob"):
                 updates = [*updates[:start], *self._with_logprobs(updates[start:], "old_logprobs")]
         if self.reference is not None:

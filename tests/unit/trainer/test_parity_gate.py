@@ -313,24 +313,35 @@ class TestCorrections:
     def test_one_that_shrinks_the_gap_or_leaves_it_is_right(
         self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture, action: str, left: float
     ) -> None:
-        Case(one_rank, action=action).gate.judge_correction(corrected(0.1, left))
+        Case(one_rank, action=action).gate.judge_correction(corrected(0.1, left), 1)
         assert [record for record in caplog.records if record.name.endswith("trainer.parity")] == []
 
     @pytest.mark.parametrize("action", ["stop", "fallback"])
     def test_an_inverted_one_ends_the_run(self, one_rank: ParallelGroups, action: str) -> None:
         with pytest.raises(TrainingError, match=r"--rl-correction token_tis leaves a mean log-prob gap of 0\.2 "):
-            Case(one_rank, action=action).gate.judge_correction(corrected(0.1, 0.2))
+            Case(one_rank, action=action).gate.judge_correction(corrected(0.1, 0.2), 1)
 
     def test_or_is_a_warning(self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture) -> None:
-        Case(one_rank).gate.judge_correction(corrected(0.1, 0.2))
+        Case(one_rank).gate.judge_correction(corrected(0.1, 0.2), 1)
         assert "its weights point the wrong way" in caplog.text
 
+    @pytest.mark.parametrize(("device", "gap"), [("cuda", 1e-9), ("cuda", 0.0), ("cpu", 1e-9)])
+    def test_a_gap_where_the_mode_promises_none_names_the_step(
+        self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture, monkeypatch, device: str, gap: float
+    ) -> None:
+        monkeypatch.setattr(Scorer, "device", torch.device(device))
+        gate = Case(one_rank, bf16=True, batch_invariant_mode=True).gate
+        gate.judge_correction({"training/rollout_logprob_gap_max": gap}, 7)
+        assert ("step 7: log-probs of rollouts and trainer differ by up to 1e-09" in caplog.text) == (
+            device == "cuda" and gap > 0
+        )
+
     def test_rounding_is_no_mismatch(self, one_rank: ParallelGroups) -> None:
-        Case(one_rank, action="stop").gate.judge_correction(corrected(1e-7, 5e-6))
-        Case(one_rank, action="stop").gate.judge_correction({})
+        Case(one_rank, action="stop").gate.judge_correction(corrected(1e-7, 5e-6), 1)
+        Case(one_rank, action="stop").gate.judge_correction({}, 1)
 
     def test_weights_of_whole_sequences_are_not_compared_by_token(self, one_rank: ParallelGroups) -> None:
-        Case(one_rank, action="stop", correction="sequence_tis").gate.judge_correction(corrected(0.1, 0.9))
+        Case(one_rank, action="stop", correction="sequence_tis").gate.judge_correction(corrected(0.1, 0.9), 1)
 
     def test_the_metrics_of_inverted_weights_are_those_that_are_found(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank, action="stop")
@@ -341,7 +352,7 @@ class TestCorrections:
             nothing_clipped = torch.zeros_like(batch.in_loss)
             metrics = mismatch_metrics(mismatch_sums(replace(batch, old_logprobs=scored), weights, nothing_clipped))
             if direction > 0:
-                case.gate.judge_correction(metrics)
+                case.gate.judge_correction(metrics, 1)
                 continue
             with pytest.raises(TrainingError, match="point the wrong way"):
-                case.gate.judge_correction(metrics)
+                case.gate.judge_correction(metrics, 1)

@@ -96,6 +96,23 @@ def test_passes_over_the_model(
     assert sum(seen) == tokens * passes / len(updates)
 
 
+@pytest.mark.parametrize(("iterations", "updates"), [(1, UPDATES), (2, UPDATES), (1, UPDATES[:1])])
+def test_what_is_drawn_exactly_is_not_scored_before(one_rank: ParallelGroups, iterations: int, updates: list) -> None:
+    """Old log-probs are the rollouts'; the first update's come from its own pass, where the mismatch would show."""
+    setup = Setup(one_rank, iterations)
+    setup.trainer = replace(setup.trainer, draws_exactly=True)
+    seen: list[int] = []
+    setup.optimization.policy.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    setup.trainer.step(updates, REWARDS)
+    assert len(seen) == iterations * len(updates)
+    assert setup.phases() == {"update_actor"}
+    for index, scored in enumerate(setup.given):
+        if iterations == 1 and index == 0:
+            assert scored.old_logprobs is None
+        else:
+            assert torch.equal(scored.old_logprobs, scored.inference_logprobs)
+
+
 def test_groups_without_signal_never_reach_the_model(one_rank: ParallelGroups) -> None:
     """From graded groups on, as the loop goes: one group with a signal, two without."""
     setup = Setup(one_rank, advantage=grpo.Advantage())
