@@ -152,7 +152,7 @@ def build(base: Run) -> RLRun:
     is_exact = config.kernels.batch_invariant_mode and policy.device.type == "cuda" and not algorithm.has_stale_samples
     if is_exact:
         objective = replace(objective, correction=CORRECTIONS.get("none")())
-        logger.info("--batch-invariant-mode: log-probs of rollouts are exact, without a correction or a pass for old ones")
+        logger.info("--batch-invariant-mode: no correction, and rollouts' log-probs are the old log-probs")
     baseline = "teacher" if teacher is not None else getattr(advantage, "BASELINE", "group")
     return assemble(
         RLRun, base, start, states,
