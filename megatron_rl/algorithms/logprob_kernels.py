@@ -1,15 +1,13 @@
 """Triton kernels of the log-prob pass: each reads the logits once, with every number between in registers.
 
-    statistics   largest logit, sum of exp, target's logit, and for the entropy   [3 or 4, T] fp32, a program a row
-    finish       log-probs and entropies of the statistics of all shards          [4, T]
-    gradient     of the logits, in their dtype, over them if that is allowed      [T, V / tp], a program a stretch
+    statistics   target's logit; of each chunk largest logit, sum of exp, and for the entropy   [.., T], a program a row
+    finish       log-probs and entropies of the chunks of all shards                            [3 or 4, T]
+    gradient     of the logits, in their dtype, over them if allowed        [T, V / tp], a program a stretch of a row
 
 Of a bf16 logit that is 2 bytes in the forward pass, and 2 read and 2 written in the backward pass. The twins in plain
 torch are in `logprobs`: log-probs, entropies and gradients differ by 1e-5, before gradients are rounded to the dtype.
-
-The draw of rollouts (`inference/sampling_kernel.py`) adds up a row with the same functions in the same order, so that a
-token has the same log-prob there and here, to the bit: chunks of 4096 columns of a vocabulary shard, then the shard's
-chunks, then the shards by rank. Importing this module imports Triton.
+The draw of rollouts (`inference/sampling_kernel.py`) adds up the same chunks with the same functions, so a token has
+the same log-prob there and here, to the bit. Importing this module imports Triton.
 """
 
 from __future__ import annotations
@@ -27,32 +25,35 @@ def local_statistics(
     logits: torch.Tensor, targets: torch.Tensor, owned: torch.Tensor, columns: int, temperature: float,
     want_entropy: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute what this rank's ``logits`` contribute to each row: [3, T] fp32, for the entropy [4, T].
+    """Compute what this rank's ``logits`` contribute to each row: [1 + 2 chunks, T] fp32, for the entropy 1 + 3 chunks.
 
     Of ``logits`` [T, held] the first ``columns`` are real, perhaps none. ``targets`` [T] int64 are columns, read where
-    ``owned`` [T] bool says that they are here. The result is the largest logit m, the sum of
-    ``exp((x - m) / temperature)``, the target's logit, and the sum of these terms times their exponents.
+    ``owned`` [T] bool says that they are here. The result is the target's logit, and of each chunk the largest logit m,
+    the sum of ``exp((x - m) / temperature)``, and the sum of these terms times their exponents.
     """
     rows, held = logits.shape
-    statistics = torch.empty(4 if want_entropy else 3, rows, dtype=torch.float32, device=logits.device)
+    chunks = triton.cdiv(held, CHUNK)
+    numbers = 1 + (3 if want_entropy else 2) * chunks
+    statistics = torch.empty(numbers, rows, dtype=torch.float32, device=logits.device)
     statistics_kernel[(rows,)](
         _with_whole_rows(logits), targets.contiguous(), owned.contiguous(), statistics, rows, columns, held,
-        logits.stride(0), temperature, ENTROPY=want_entropy, CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(triton.cdiv(held, CHUNK)), num_warps=4, enable_fp_fusion=False,
+        logits.stride(0), chunks, temperature, ENTROPY=want_entropy, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return statistics
 
 
-def finished(statistics: torch.Tensor, temperature: float) -> list[torch.Tensor]:
+def finished(statistics: torch.Tensor, temperature: float, has_entropy: bool) -> list[torch.Tensor]:
     """Return log-probs, largest logits, logs of the sums and, if asked for, entropies: [T] each.
 
-    ``statistics`` [shards, 3 or 4, T] as of `local_statistics`, in the order of the ranks.
+    ``statistics`` [shards, .., T] as of `local_statistics`, in the order of the ranks.
     """
-    shards, kinds, rows = statistics.shape
-    out = torch.empty(kinds, rows, dtype=torch.float32, device=statistics.device)
+    shards, numbers, rows = statistics.shape
+    each = (numbers - 1) // (3 if has_entropy else 2)
+    out = torch.empty(4 if has_entropy else 3, rows, dtype=torch.float32, device=statistics.device)
     finish_kernel[(rows,)](
-        statistics.contiguous(), out, rows, shards, temperature, ENTROPY=kinds == 4,
-        SHARDS=triton.next_power_of_2(shards), num_warps=1, enable_fp_fusion=False,
+        statistics, out, rows, numbers, each, shards, temperature, ENTROPY=has_entropy,
+        SHARDS=triton.next_power_of_2(shards), CHUNKS=triton.next_power_of_2(shards * each), num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return list(out)
 
@@ -116,68 +117,58 @@ def fold(largest, sums, scale):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "columns", "temperature"],
+    do_not_specialize=["rows", "columns", "chunks", "temperature"],
     do_not_specialize_on_alignment=["targets", "owned", "statistics"],
 )
 def statistics_kernel(
-    logits, targets, owned, statistics, rows, columns, held, stride, temperature,
-    ENTROPY: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, targets, owned, statistics, rows, columns, held, stride, chunks, temperature,
+    ENTROPY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sum up the exponentials of each chunk, then fold the chunks."""
+    """Write the target's logit, and sum up the exponentials of each chunk."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.div_rn(1.0, temperature)
-    each = tl.arange(0, CHUNKS)
-    largest = tl.full((CHUNKS,), float("-inf"), tl.float32)
-    sums = tl.full((CHUNKS,), 0.0, tl.float32)
-    weighted = tl.full((CHUNKS,), 0.0, tl.float32)
-    for chunk in range(0, tl.cdiv(columns, CHUNK)):
+    for chunk in range(0, chunks):
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * stride + column, mask=column < held, other=0.0).to(tl.float32)
         x = tl.where(column < columns, x, float("-inf"))
         best = tl.max(x, 0)
         exponents = shifted(x, best, scale)
         powers = tl.exp(exponents)
-        largest = tl.where(each == chunk, best, largest)
-        sums = tl.where(each == chunk, pairwise_sum(powers), sums)
+        place = statistics + (1 + chunk) * rows + row
+        tl.store(place, best)
+        tl.store(place + chunks * rows, pairwise_sum(powers))
         if ENTROPY:
-            weighted = tl.where(each == chunk, tl.sum(powers * tl.maximum(exponents, _LEAST), 0), weighted)
-    overall, total = fold(largest, sums, scale)
-    place = statistics + row
-    tl.store(place, overall)
-    tl.store(place + rows, total)
+            tl.store(place + 2 * chunks * rows, tl.sum(powers * tl.maximum(exponents, _LEAST), 0))
     is_here = tl.load(owned + row) != 0
     target = tl.load(logits + row * stride + tl.load(targets + row), mask=is_here, other=0.0).to(tl.float32)
-    tl.store(place + 2 * rows, target)
-    if ENTROPY:
-        tl.store(place + 3 * rows, _fold_weighted(largest, sums, weighted, overall, scale))
+    tl.store(statistics + row, target)
 
 
-@triton.jit
-def _fold_weighted(largest, sums, weighted, overall, scale):
-    exponents = shifted(largest, overall, scale)
-    return tl.sum(tl.exp(exponents) * (weighted + sums * tl.maximum(exponents, _LEAST)), 0)
-
-
-@triton.jit(do_not_specialize=["rows", "shards", "temperature"], do_not_specialize_on_alignment=["statistics", "out"])
-def finish_kernel(statistics, out, rows, shards, temperature, ENTROPY: tl.constexpr, SHARDS: tl.constexpr):
-    """Fold the shards of a row; one program per row."""
+@triton.jit(
+    do_not_specialize=["rows", "numbers", "each", "shards", "temperature"],
+    do_not_specialize_on_alignment=["statistics", "out"],
+)
+def finish_kernel(
+    statistics, out, rows, numbers, each, shards, temperature,
+    ENTROPY: tl.constexpr, SHARDS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Fold the chunks of a row, in the order of the shards; one program per row."""
     row = tl.program_id(0)
     scale = tl.div_rn(1.0, temperature)
-    shard = tl.arange(0, SHARDS)
-    inside = shard < shards
-    kinds: tl.constexpr = 4 if ENTROPY else 3
-    place = statistics + shard * kinds * rows + row
+    shard, chunk = tl.arange(0, SHARDS), tl.arange(0, CHUNKS)
+    inside = chunk < shards * each
+    place = statistics + (chunk // each * numbers + 1 + chunk % each) * rows + row
     largest = tl.load(place, mask=inside, other=float("-inf"))
-    sums = tl.load(place + rows, mask=inside, other=0.0)
-    target = tl.sum(tl.load(place + 2 * rows, mask=inside, other=0.0), 0)  # 0 but on one rank
+    sums = tl.load(place + each * rows, mask=inside, other=0.0)
     overall, total = fold(largest, sums, scale)
-    tl.store(out + row, shifted(target, overall, scale) - tl.log(total))
+    targets = tl.load(statistics + shard * numbers * rows + row, mask=shard < shards, other=0.0)  # 0 but on one rank
+    tl.store(out + row, shifted(tl.sum(targets, 0), overall, scale) - tl.log(total))
     tl.store(out + rows + row, overall)
     tl.store(out + 2 * rows + row, tl.log(total))
     if ENTROPY:
-        weighted = tl.load(place + 3 * rows, mask=inside, other=0.0)
-        mean = _fold_weighted(largest, sums, weighted, overall, scale) / total
-        tl.store(out + 3 * rows + row, tl.log(total) - mean)
+        exponents = shifted(largest, overall, scale)
+        weighted = tl.load(place + 2 * each * rows, mask=inside, other=0.0) + sums * tl.maximum(exponents, _LEAST)
+        tl.store(out + 3 * rows + row, tl.log(total) - tl.sum(tl.exp(exponents) * weighted, 0) / total)
 
 
 @triton.jit(

@@ -121,7 +121,7 @@ class _TargetLogprobs(torch.autograd.Function):
             _local_statistics(logits, columns[rows], owned[rows], shard, entropy != "none")
             for rows, logits in _products(output, weight)
         ]
-        logprobs, largest, log_sum, entropies = (*_combine(torch.cat(parts, dim=1), shard), None)[:4]
+        logprobs, largest, log_sum, entropies = (*_combine(torch.cat(parts, dim=1), shard, entropy != "none"), None)[:4]
         logprobs = torch.where((targets >= 0) & (targets < shard.vocab_size), logprobs, -torch.inf)
 
         ctx.shard, ctx.differentiable_entropy, ctx.overwrite = shard, entropy == "differentiable", overwrite
@@ -214,7 +214,7 @@ def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Sha
 
     The largest logit and the log of the sum of ``exp(logit - largest)``, both -inf when there are no columns; the
     target's logit, 0 where another rank holds it; the mean of ``logit - largest`` under the softmax over the columns.
-    On CUDA `logprob_kernels.local_statistics`, which leaves the logarithm and the division to the last step.
+    On CUDA `logprob_kernels.local_statistics`, of chunks of the columns, for `finished` to add up.
     """
     if runs_kernels(logits):
         from megatron_rl.algorithms.logprob_kernels import local_statistics
@@ -238,34 +238,32 @@ def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Sha
     return statistics
 
 
-def _combine(local: Tensor, shard: Shard) -> list[Tensor]:
+def _combine(local: Tensor, shard: Shard, want_entropy: bool) -> list[Tensor]:
     """Log-probs, largest logits, log sums and, if asked for, entropies over the whole vocabulary: [T] each."""
     if runs_kernels(local):
         from megatron_rl.algorithms.logprob_kernels import finished
 
-        every = [torch.empty_like(local) for _ in range(1 if shard.tensor_group is None else shard.tensor_group.size())]
-        if len(every) > 1:
+        every = [local]
+        if shard.tensor_group is not None:
+            every = [torch.empty_like(local) for _ in range(shard.tensor_group.size())]
             dist.all_gather(every, local, group=shard.tensor_group)  # in the order of the ranks
-        return finished(torch.stack(every if len(every) > 1 else [local]), shard.temperature)
-    largest, log_sum, target_logits, *means = local if shard.tensor_group is None else _added_up(local, shard)
+        return finished(torch.stack(every), shard.temperature, want_entropy)
+    largest, log_sum, target_logits, *means = local.unbind()
+    if shard.tensor_group is not None:  # two all-reduces of a few [T]
+        own_largest, own_log_sum = largest, log_sum
+        # The largest logit of all ranks is what is subtracted before exp, so that no rank overflows.
+        largest = own_largest.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.tensor_group)
+        below = torch.where(own_largest > -torch.inf, own_largest - largest, -torch.inf)
+        share = (below + own_log_sum).exp()
+        totals = torch.stack([share, target_logits, *(share * (mean + _finite(below.clone())) for mean in means)])
+        dist.all_reduce(totals, group=shard.tensor_group)
+        total_share, target_logits, *means = totals.unbind()
+        log_sum, means = total_share.log(), [mean / total_share for mean in means]
     # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
     # rounded terms would leave that error in every log-prob.
     # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
     return [(target_logits - largest) - log_sum, largest, log_sum, *(log_sum - mean for mean in means)]
-
-
-def _added_up(local: Tensor, shard: Shard) -> tuple[Tensor, ...]:
-    """The statistics over the whole vocabulary: two all-reduces of a few [T]."""
-    own_largest, own_log_sum, target_logits, *own_mean = local.unbind()
-    # The largest logit of all ranks is what is subtracted before exp, so that no rank overflows.
-    largest = own_largest.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.tensor_group)
-    below = torch.where(own_largest > -torch.inf, own_largest - largest, -torch.inf)
-    share = (below + own_log_sum).exp()
-    totals = torch.stack([share, target_logits, *(share * (mean + _finite(below.clone())) for mean in own_mean)])
-    dist.all_reduce(totals, group=shard.tensor_group)
-    total_share, target_logits, *means = totals.unbind()
-    return largest, total_share.log(), target_logits, *(mean / total_share for mean in means)
 
 
 def _finite(values: Tensor) -> Tensor:

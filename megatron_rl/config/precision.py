@@ -239,17 +239,14 @@ def invariance_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     kinds = config.architecture().kinds if config.model.num_layers else ()
     for is_on, text in (
         (not config.precision.bf16, "needs --bf16, which its kernels are for; add it"),
-        (form not in ("none", "int8"), f"with --rl-rollout-quantization {form}: a few tokens have another GEMM than "
-         "many; use none, or int8 with --rl-train-forward quantized"),
-        (form == "int8" and forward == "plain", "with --rl-rollout-quantization int8 needs --rl-train-forward "
-         "quantized beside it; add it"),
+        (form not in ("none", "int8"), f"with --rl-rollout-quantization {form}: few tokens have other GEMMs; "
+         "use none or int8"),
+        (form == "int8" and forward == "plain", "with int8 rollouts needs --rl-train-forward quantized; add it"),
         (config.kv_cache_is_rounded, "with --rl-kv-cache-dtype: the trainer rounds no keys and values; use auto"),
         (config.kernels.transformer_impl != "local", "with --transformer-impl transformer_engine: use local"),
         (config.lora.lora_rank, "with --lora-rank: such narrow GEMMs may vary with the batch; leave one of them out"),
-        (config.parallel.context_parallel_size > 1, "with --context-parallel-size above 1: attention would add up in "
-         "other parts than in rollouts; use 1"),
-        (config.training.rl_share_prompts, "with --rl-share-prompts: attention would add up in other parts than in "
-         "rollouts; leave one of them out"),
+        (config.parallel.context_parallel_size > 1, "with --context-parallel-size: attention is cut otherwise; use 1"),
+        (config.training.rl_share_prompts, "with --rl-share-prompts, which cuts attention otherwise; leave it out"),
         *((BLOCKS[name].varies, f"is not built for this model: {BLOCKS[name].varies}; leave it out")
           for name in sorted({name for kind in kinds for name in (kind.mixer, kind.mlp)})),
     ):  # fmt: skip

@@ -42,8 +42,7 @@ def draw_by_chunks(
     )
     select_kernel[(rows,)](
         logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, *layout, CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(chunks), EACH=triton.next_power_of_2(each),
-        SHARDS=triton.next_power_of_2(chunks // each), num_warps=8, enable_fp_fusion=False,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, logprobs
 
@@ -92,7 +91,7 @@ def _scale(temperature, row):
 )
 def select_kernel(
     logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, columns, stride, shard, each, chunks,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr, SHARDS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Draw each row's token; one program per row."""
     row = tl.program_id(0)
@@ -100,8 +99,9 @@ def select_kernel(
     index = tl.arange(0, CHUNKS)
     known = index < chunks
     of_chunk = tl.load(largest + row * chunks + index, mask=known, other=float("-inf"))
-    best, total = _folded(largest + row * chunks, sums + row * chunks, scale, each, chunks // each, EACH, SHARDS)
-    masses = tl.load(sums + row * chunks + index, mask=known, other=0.0) * tl.exp(shifted(of_chunk, best, scale))
+    masses = tl.load(sums + row * chunks + index, mask=known, other=0.0)
+    best, total = fold(of_chunk, masses, scale)
+    masses *= tl.exp(shifted(of_chunk, best, scale))
     target = tl.load(numbers + row) * total
     chunk = _first_to_reach(target, masses, index)
     before = tl.sum(tl.where(index < chunk, masses, 0.0), 0)
@@ -116,22 +116,6 @@ def select_kernel(
     token = tl.minimum(token, columns - 1)  # logits that are NaN: some token, and a log-prob that is NaN
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, shifted(tl.load(start + token), best, scale) - tl.log(total))
-
-
-@triton.jit
-def _folded(largest, sums, scale, each, shards, EACH: tl.constexpr, SHARDS: tl.constexpr):
-    """Fold the chunks of each shard, as its rank does in the trainer, then the shards."""
-    index, shard = tl.arange(0, EACH), tl.arange(0, SHARDS)
-    of_shards = tl.full((SHARDS,), float("-inf"), tl.float32)
-    totals = tl.full((SHARDS,), 0.0, tl.float32)
-    for one in range(0, shards):
-        place = one * each + index
-        best, total = fold(
-            tl.load(largest + place, mask=index < each, other=float("-inf")),
-            tl.load(sums + place, mask=index < each, other=0.0), scale,
-        )  # fmt: skip
-        of_shards, totals = tl.where(shard == one, best, of_shards), tl.where(shard == one, total, totals)
-    return fold(of_shards, totals, scale)
 
 
 @triton.jit

@@ -84,10 +84,7 @@ def add_up_in_rank_order() -> None:
             return uneven(whole, group, sizes, *given)
         parts = torch.empty_like(whole, memory_format=torch.contiguous_format)
         dist.all_to_all_single(parts, whole.contiguous(), group=group)
-        first, *others = parts.chunk(group.size())
-        total = first.float()
-        for part in others:
-            total += part
+        total = functools.reduce(torch.add, (part.float() for part in parts.chunk(group.size())))
         return total.to(whole.dtype)
 
     def reduced(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

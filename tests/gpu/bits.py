@@ -184,7 +184,7 @@ class Operations:
                         part = logits[:, first : first + width].contiguous()
                         targets = torch.where(own, ids - first, 0)
                         parts.append(local_statistics(part, targets, own, width, temperature, False))
-                    scored = finished(torch.stack(parts), temperature)[0]
+                    scored = finished(torch.stack(parts), temperature, False)[0]
                     return "same bits" if torch.equal(drawn, scored) else f"off by {(drawn - scored).abs().max():.1e}"
 
                 self.line(f"draw = score, {shards} shards, T {temperature}", judge)

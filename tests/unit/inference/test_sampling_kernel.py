@@ -98,7 +98,7 @@ class DrawChecks:
             columns = torch.where(own, tokens - first, 0)
             given = (x.to(self.device) for x in (logits[:, first : first + width].contiguous(), columns, own))
             statistics.append(local_statistics(*given, max(0, min(real - first, width)), temperature, shards == 2))
-        scored, *_ = finished(torch.stack(statistics), temperature)
+        scored, *_ = finished(torch.stack(statistics), temperature, shards == 2)
         assert torch.equal(drawn, scored.cpu())
         exact = (logits[:, :real].double() / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         torch.testing.assert_close(drawn.double(), exact, rtol=1e-5, atol=1e-5)
@@ -139,6 +139,6 @@ else:
         made = compile_for_hopper(chunks_kernel, types, constants, **plain)
         assert made.resources.spilled == 0
         assert "fma.rn.f32" not in made.ptx, "a sum that takes in a product is rounded once less than the trainer's"
-        constants |= {"CHUNKS": 64, "EACH": 64, "SHARDS": 1} | ({} if tempered else {"greedy": None})
+        constants |= {"CHUNKS": 64} | ({} if tempered else {"greedy": None})
         made = compile_for_hopper(select_kernel, types, constants, **plain)
         assert made.resources.spilled == 0
