@@ -17,6 +17,7 @@ from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.paged import FilledPages, naive
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import tiny_config, tiny_policy
+from tests.unit.attention.test_invariant import InvariantChecks
 from tests.unit.attention.test_triton_paged import KernelChecks
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +69,35 @@ class TestCompiled(KernelChecks):
         torch.testing.assert_close(*pages.decoded(self.kernel), **self.low)
         starts = [4990, 0, 700, 63]
         torch.testing.assert_close(*pages.extended(self.kernel, starts), **self.low)
+
+
+class TestInvariant(InvariantChecks):
+    """Bits of decode, extend and packed batches of a 0.5B, and gradients by torch's flash kernel."""
+
+    device, dtype, width, heads, groups = "cuda", torch.bfloat16, 64, 14, 2
+    gradients = {"rtol": 0.05, "atol": 0.05}
+
+
+class TestInvariantWide(TestInvariant):
+    """The same of a 7B."""
+
+    width, heads, groups = 128, 28, 4
+
+
+@pytest.mark.parametrize("lengths", [[5000, 1, 777, 64], [255, 256, 257, 512]])
+def test_a_row_of_an_invariant_decode_step_replays_to_the_same_bits(lengths):
+    """Of 20 replays, in which other programs finish last; the counters are as they were."""
+    backend = BACKENDS.get("invariant")
+    pages = pages_for(backend, lengths)
+    query, positions = pages.random(4, 1, 8, WIDTH), torch.tensor(lengths, device="cuda") - 1
+    plan = backend.cache.prepare_decode(pages.cache, positions, max(lengths))
+    graph, out = captured(lambda: backend.cache.decode(query, pages.cache, 0, plan))
+    graph.replay()
+    first = out.clone()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, first)
+    assert not (plan.counters % ((positions // plan.length) + 1)[:, None]).any()
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -70,3 +70,30 @@ def varlen_attn_of_2_11(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,
         window_size=window_size, enable_gqa=True,
     )  # fmt: skip
+
+
+def flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    """``torch.ops.aten._flash_attention_backward``: the softmax anew from its logarithm, the rest written out."""
+    assert dropout_p == 0.0 and scale is None and window_size_right == 0 and is_causal == (window_size_left == -1)
+    assert max_q == cum_seq_q.diff().max() and max_k == cum_seq_k.diff().max()
+    assert logsumexp.shape == query.shape[1::-1] and logsumexp.dtype == torch.float32
+    queries, keys = cum_seq_q.diff().tolist(), cum_seq_k.diff().tolist()
+    given = [x.split(queries) for x in (grad_out, query, out, logsumexp.t())] + [x.split(keys) for x in (key, value)]
+    parts = [_backward_of_one(*one, window_size_left) for one in zip(*given, strict=True)]
+    return tuple(torch.cat(part).to(query.dtype) for part in zip(*parts, strict=True))
+
+
+def _backward_of_one(grad, query, out, lse, key, value, left):
+    share, unit, seen = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5, key.shape[0] - query.shape[0]
+    grad, query, out, lse = (x.double().transpose(0, 1) for x in (grad, query, out, lse))
+    keys, values = (x.double().repeat_interleave(share, 1).transpose(0, 1) for x in (key, value))
+    visible = torch.ones(query.shape[1], key.shape[0], dtype=torch.bool).tril(seen)
+    visible = visible.triu(seen - left) if left >= 0 else visible
+    weights = ((query @ keys.transpose(1, 2)) * unit - lse[..., None]).exp().masked_fill(~visible, 0.0)
+    scores = weights * (grad @ values.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)) * unit
+    found = scores.transpose(1, 2) @ query, weights.transpose(1, 2) @ grad
+    summed = (x.unflatten(0, (-1, share)).sum(1).transpose(0, 1) for x in found)
+    return (scores @ keys).transpose(0, 1), *summed

@@ -21,6 +21,7 @@ KERNELS = (
     "megatron_rl.algorithms.logprob_kernels",
     "megatron_rl.inference.sampling_kernel",
     "megatron_rl.inference.state_kernels",
+    "megatron_rl.models.attention.extend",
     "megatron_rl.models.attention.kernels",
     "megatron_rl.models.expert_kernels",
     "megatron_rl.models.kernels",

@@ -48,6 +48,8 @@ class Requirements:
     """Layers have attention sinks."""
     latents: bool = False
     """Values have another width than keys, and in a cache of latents are a part of them."""
+    invariant: bool = False
+    """A token gets the same bits in a rollout and in training (`--batch-invariant-mode`); on a CPU all backends do."""
 
 
 class KVCache(Protocol):

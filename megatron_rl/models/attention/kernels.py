@@ -1,15 +1,14 @@
-"""Triton kernels over the paged KV cache, on CUDA or in Triton's interpreter; their twin is ``backends/paged.py``.
+"""Triton kernels of a decode step, on CUDA or in Triton's interpreter; their twin is ``backends/paged.py``.
 
-`decode`: one new token a row against its pages, in two steps: a softmax for each split of the keys, then their sum.
+`decode`: one new token a row against its pages, in one kernel: a softmax for each split of the keys, then their sum,
+which the program that finishes the last split of a row computes in ascending order of the splits.
 
     keys 600, 1, 300     splits of 256 keys     items   row 0: 0 1 2   row 1: 0   row 2: 0 1
                                                 programs take items in turn until there are no more
 
-How the keys are cut depends on the longest sequence that the cache can hold and on nothing else: a row's result does
-not depend on its neighbours. `find_splits` lists on the device, once a step, the splits that have keys, so one captured
+How the keys are cut depends on the GPU and the longest sequence that the cache can hold: a row's result does not depend
+on its neighbours. `find_splits` lists on the device, once a step, the splits that have keys, so one captured
 graph serves all lengths, and no program is started for a split that has none.
-
-`extend`: several new tokens of several sequences against their pages; their own keys and values are there already.
 
 A page is a block of the cache; a block, here, the keys that a program reads at once.
 """
@@ -24,32 +23,24 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.models.attention.tiles import (
-    SMALLEST_TILE,
-    add_block,
-    as_factor,
-    as_floats,
-    block_of,
-    first_key,
-    padded_width,
-    read_block,
-)
+from megatron_rl.models.attention import tiles
+from megatron_rl.models.attention.tiles import add_block, fold, nothing, read_block
 
 MOST_SPLITS = 64
-SHORTEST_SPLIT = 256
+SHORTEST_SPLIT = 128
 """Keys; below it, adding up the parts costs more than it saves."""
+_USUAL_SPLIT = 256
+_ROWS_TO_FILL = 32
+"""Rows of the longest sequences whose usual splits should fill a GPU; where they do not, splits are the shortest."""
 _BLOCK = 64
-_SUMMED = 16
-"""Parts that are added up at once."""
+_SUMMED = 8
+"""Parts that are read at once to be added up."""
 _ROWS = 256
 """Whose splits are found at once. A number that went with the batch would need a kernel for each size."""
 PROGRAMS_PER_PROCESSOR = 3
 """As many as fit at once (test_triton_paged_compile.py): one that had to wait for others would find no work left."""
-STAGES = 3
-"""Blocks of keys and values: one is multiplied while the next two are on their way."""
-TILE = 64
-"""Rows a program: new tokens times the query heads of a group, which read the same keys."""
-LOG2_E = 1.4426950408889634
+INVARIANT_PROGRAMS = 2
+"""The same of tiles of 64 rows."""
 
 
 @dataclass(frozen=True)
@@ -66,30 +57,46 @@ class Splits:
     """Keys a split."""
     most: int
     """Splits of the longest sequence."""
+    counters: torch.Tensor
+    """[N, key heads] int32: how many splits are done; a multiple of the row's splits between two layers."""
     window: int | None = None
     """Keys that a row attends to at most, its newest."""
+    invariant: bool = False
+    """A row gets the bits that `extend.extend` and `extend.packed` give a token."""
 
 
-def find_splits(positions: torch.Tensor, longest: int, window: int | None = None) -> Splits:
-    """Find the splits of rows at ``positions`` [N] int64 in a cache of up to ``longest`` tokens; one kernel."""
-    rows = positions.shape[0]
-    length = max(SHORTEST_SPLIT, -(-longest // (MOST_SPLITS * _BLOCK)) * _BLOCK)  # a multiple of every block
+def find_splits(
+    positions: torch.Tensor, longest: int, groups: int, window: int | None = None, invariant: bool = False
+) -> Splits:
+    """Find the splits of rows at ``positions`` [N] int64 in a cache of up to ``longest`` tokens; one kernel.
+
+    ``groups`` are the key heads.
+    """
+    rows, device = positions.shape[0], positions.device
+    length = tiles.INVARIANT_SPLIT if invariant else split_length(longest, groups, _processors(device))
     most = -(-longest // length)
-    items = torch.empty(rows * most, dtype=torch.int32, device=positions.device)
-    count = torch.empty(1, dtype=torch.int32, device=positions.device)
-    find_kernel[(1,)](positions, items, count, rows, SPLIT=length, SPLITS=most, BLOCK=_ROWS, WINDOW=window)
-    return Splits(positions, items, count, length, most, window)
+    items = torch.empty(rows * most, dtype=torch.int32, device=device)
+    counters = torch.empty(rows, groups, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    find_kernel[(1,)](
+        positions, items, count, counters, rows, rows * groups,
+        SPLIT=length, SPLITS=most, BLOCK=_ROWS, WINDOW=window,
+    )  # fmt: skip
+    return Splits(positions, items, count, length, most, counters, window, invariant)
+
+
+def split_length(longest: int, groups: int, processors: int) -> int:
+    """Return the keys of a split, a multiple of every block; the rows of a step do not count."""
+    items = _ROWS_TO_FILL * groups * -(-longest // _USUAL_SPLIT)
+    if items < processors * PROGRAMS_PER_PROCESSOR:
+        return SHORTEST_SPLIT
+    return max(_USUAL_SPLIT, -(-longest // (MOST_SPLITS * _BLOCK)) * _BLOCK)
 
 
 def decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    splits: Splits,
-    scales: Sequence[torch.Tensor] = (),
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, splits: Splits,
+    scales: Sequence[torch.Tensor] = (), sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Map ``query`` [N, 1, heads, D] to [N, 1, heads * D].
 
     ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or with fp32 ``scales`` [groups] of
@@ -104,46 +111,47 @@ def decode(
     parts = torch.empty(rows, heads, most, width, dtype=torch.float32, device=query.device)
     # Of each part, the largest score and the sum of the weights.
     figures = torch.empty(2, rows, heads, most, dtype=torch.float32, device=query.device)
-    block_d = padded_width(width)
+    block_d = tiles.padded_width(width)
     pages_reached = -(-splits.length // page_length) + (splits.length % page_length > 0)  # by a split, at most
-    splits_kernel[(min(rows * most, -(-_programs(query.device) // groups)), groups)](
-        query, as_floats(keys, key_scales), as_floats(values, value_scales), table, splits.positions, splits.items,
-        splits.count, key_scales, value_scales, parts, figures[0], figures[1], width**-0.5 * LOG2_E, table.stride(0),
+    # Invariant, the tile is that of `extend`, so that both use the same matrix instructions.
+    tile, warps = (tiles.TILE, tiles.warps_for(block_d)) if splits.invariant else (tiles.SMALLEST_TILE, 4)
+    programs = _processors(query.device) * (INVARIANT_PROGRAMS if splits.invariant else PROGRAMS_PER_PROCESSOR)
+    splits_kernel[(min(rows * most, -(-programs // groups)), groups)](
+        query, tiles.as_floats(keys, key_scales), tiles.as_floats(values, value_scales), table, splits.positions,
+        splits.items, splits.count, splits.counters, key_scales, value_scales, sinks, parts, figures[0], figures[1],
+        out, width**-0.5 * tiles.LOG2_E, tiles.LOG2_E, table.stride(0),
         SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length, SPLIT=splits.length, SPLITS=most,
-        PAGES=triton.next_power_of_2(pages_reached),
-        BLOCK_Q=max(SMALLEST_TILE, triton.next_power_of_2(share)), BLOCK_K=block_of(page_length), BLOCK_D=block_d,
-        WINDOW=splits.window,
-        num_warps=4, num_stages=STAGES,
-    )  # fmt: skip
-    sum_kernel[(rows, heads)](
-        parts, figures[0], figures[1], splits.positions, sinks, out, LOG2_E,
-        WIDTH=width, SPLIT=splits.length, SPLITS=most, BLOCK_S=_SUMMED, BLOCK_D=block_d, WINDOW=splits.window,
-        num_warps=2,
+        PAGES=triton.next_power_of_2(pages_reached), BLOCK_Q=max(tile, triton.next_power_of_2(share)),
+        BLOCK_H=triton.next_power_of_2(share), BLOCK_S=_SUMMED, BLOCK_K=tiles.block_of(page_length), BLOCK_D=block_d,
+        WINDOW=splits.window, INVARIANT=splits.invariant,
+        num_warps=warps, num_stages=tiles.STAGES, enable_fp_fusion=not splits.invariant,
     )  # fmt: skip
     return out
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return processors * PROGRAMS_PER_PROCESSOR
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 # Triton compiles a kernel for each alignment of each pointer. Of these some come at 8 or 4 bytes: a row of a table of
 # positions, a layer's scales, the second half of a buffer. A second kernel would be compiled in the middle of a run.
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["rows", "cells"], do_not_specialize_on_alignment=["positions"])
 def find_kernel(
-    positions, items, count, rows,
+    positions, items, count, counters, rows, cells,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """List the items of the rows, one row after the other; one program, BLOCK rows at once."""
+    """List the items of the rows, one row after the other, and reset the counters; one program, BLOCK at once."""
+    for start in range(0, cells, BLOCK):
+        cell = start + tl.arange(0, BLOCK)
+        tl.store(counters + cell, tl.zeros([BLOCK], tl.int32), mask=cell < cells)
     found = 0
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         length = tl.load(positions + row, mask=row < rows, other=-1).to(tl.int32) + 1
-        end, skipped = (length + SPLIT - 1) // SPLIT, first_key(length, WINDOW) // SPLIT
+        end, skipped = (length + SPLIT - 1) // SPLIT, tiles.first_key(length, WINDOW) // SPLIT
         number = end - skipped
         first = found + tl.cumsum(number, 0) - end
         for split in range(SPLITS):
@@ -154,14 +162,14 @@ def find_kernel(
 
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["positions", "key_scales", "value_scales", "maxima", "sums"],
+    do_not_specialize_on_alignment=["positions", "key_scales", "value_scales", "sinks", "maxima", "sums"],
 )
 def splits_kernel(
-    query, keys, values, table, positions, items, count, key_scales, value_scales, parts, maxima, sums,
-    scale, table_stride,
+    query, keys, values, table, positions, items, count, counters, key_scales, value_scales, sinks, parts, maxima,
+    sums, out, scale, log2_e, table_stride,
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr, PAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, PAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     """Every program of a group takes every so-manieth item; the query heads of a group are the rows of its tile."""
     group = tl.program_id(1)
@@ -171,17 +179,17 @@ def splits_kernel(
         scale *= tl.load(key_scales + group)
     work = tl.load(count)
     one = tl.minimum(work, 1)
-    for at in range(tl.program_id(0), work, tl.num_programs(0)):
+    # Addresses of the sum, computed before the loop, would take the registers of its blocks.
+    for at in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
         item = tl.load(items + at)
         row, split = item // SPLITS, item % SPLITS
         length = tl.load(positions + row).to(tl.int32) + 1
-        begin, seen = split * SPLIT, first_key(length, WINDOW)
-        head = row.to(tl.int64) * GROUPS * SHARE + group * SHARE + member
+        begin, seen = split * SPLIT, tiles.first_key(length, WINDOW)
+        first_head = (row.to(tl.int64) * GROUPS + group) * SHARE
+        head = first_head + member
         q = tl.load(query + head[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
-        q, factor = as_factor(q, scale, key_scales is not None)
-        largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_Q], tl.float32)
-        mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        q, factor = tiles.as_factor(q, scale, key_scales is not None)
+        largest, total, mixed = nothing(BLOCK_Q, BLOCK_D)
         # All pages of the split in registers: a load that waits for the load of its address is not overlapped.
         nth = tl.arange(0, PAGES)
         first_page = begin // PAGE
@@ -200,128 +208,43 @@ def splits_kernel(
                 # The compiler cannot know that this is 1, so it takes codes to fp16 before it lays them out for the
                 # tensor cores, in rows of 16 bytes. Otherwise it would first collect each column's codes byte by byte.
                 value *= one.to(value.dtype)
-            largest, total, mixed = add_block(q, key, value, inside[None, :], factor, largest, total, mixed, False)
+            largest, total, mixed = add_block(q, key, value, inside[None, :], factor, largest, total, mixed, INVARIANT)
         if value_scales is not None:
             mixed *= tl.load(value_scales + group)
         place = head * SPLITS + split
         tl.store(parts + place[:, None] * WIDTH + column[None, :], mixed, mask=real)
         tl.store(maxima + place, largest, mask=member < SHARE)
         tl.store(sums + place, total, mask=member < SHARE)
+        # One thread counts for all, once all have stored; acq_rel shows the parts of all programs to the last one.
+        tl.debug_barrier()
+        skipped, end = seen // SPLIT, (length + SPLIT - 1) // SPLIT
+        done = end - skipped
+        if done > 1:
+            done = tl.atomic_add(counters + row * GROUPS + group, 1, sem="acq_rel") + 1
+        if done % (end - skipped) == 0:
+            sum_parts(parts, maxima, sums, sinks, out, first_head, group, skipped, end, log2_e,
+                      SHARE, WIDTH, SPLITS, BLOCK_H, BLOCK_S, BLOCK_D)  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "maxima", "sums", "sinks"])
-def sum_kernel(
-    parts, maxima, sums, positions, sinks, out, log2_e,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr,
+@triton.jit
+def sum_parts(
+    parts, maxima, sums, sinks, out, first_head, group, skipped, end, log2_e,
+    SHARE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a row; one program per (row, head)."""
-    row = tl.program_id(0)
-    head = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    length = tl.load(positions + row).to(tl.int32) + 1
-    column = tl.arange(0, BLOCK_D)
-    largest, total = float("-inf"), 0.0
-    if sinks is not None:
-        largest, total = tl.load(sinks + tl.program_id(1)).to(tl.float32) * log2_e, 1.0
-    mixed = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(first_key(length, WINDOW) // SPLIT, (length + SPLIT - 1) // SPLIT, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        used = split * SPLIT < length
-        place = head * SPLITS + split
-        scores = tl.load(maxima + place, mask=used, other=float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, 0))
-        weights, shrink = tl.exp2(scores - higher), tl.exp2(largest - higher)
-        total = total * shrink + tl.sum(tl.load(sums + place, mask=used, other=0.0) * weights, 0)
-        real = used[:, None] & (column < WIDTH)[None, :]
-        part = tl.load(parts + place[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
-        mixed = mixed * shrink + tl.sum(part * weights[:, None], 0)
-        largest = higher
-    tl.store(out + head * WIDTH + column, (mixed / total).to(out.dtype.element_ty), mask=column < WIDTH)
-
-
-def warps_for(block_d: int) -> int:
-    """Return the warps of a program; heads wider than 128 would spill with four."""
-    return 8 if block_d > 128 else 4
-
-
-def extend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    first_positions: torch.Tensor,
-    longest: int,
-    scales: Sequence[torch.Tensor] = (),
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Attend with ``query`` [T, 1, heads, D] of S sequences laid end to end -> [T, 1, heads * D].
-
-    ``cu_seqlens`` [S + 1] int32 and ``first_positions`` [S] int64 of the new tokens, at most ``longest`` each;
-    ``table`` [S, pages] int32; the rest as in `decode`.
-    """
-    tokens, _, heads, width = query.shape
-    _, page_length, groups, _ = keys.shape
-    share, block_d, (key_scales, value_scales) = heads // groups, padded_width(width), scales or (None, None)
-    query = query.contiguous()
-    out = torch.empty(tokens, 1, heads * width, dtype=query.dtype, device=query.device)
-    extend_kernel[(cu_seqlens.shape[0] - 1, groups, triton.cdiv(longest * share, TILE))](
-        query, as_floats(keys, key_scales), as_floats(values, value_scales), table, cu_seqlens, first_positions,
-        key_scales, value_scales, sinks, out, width**-0.5 * LOG2_E, LOG2_E, table.stride(0),
-        SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length,
-        BLOCK_Q=TILE, BLOCK_K=block_of(page_length), BLOCK_D=block_d, WINDOW=window,
-        num_warps=warps_for(block_d), num_stages=STAGES,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["first_positions", "key_scales", "value_scales", "sinks"],
-)
-def extend_kernel(
-    query, keys, values, table, cu_seqlens, first_positions, key_scales, value_scales, sinks, out,
-    scale, log2_e, table_stride,
-    SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Attend; a program is (sequence, group, tile of new tokens, each with all query heads of the group)."""
-    sequence, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start_token = tl.load(cu_seqlens + sequence)
-    count = tl.load(cu_seqlens + sequence + 1) - start_token
-    if tile * BLOCK_Q < count * SHARE:
-        first = tl.load(first_positions + sequence).to(tl.int32)
-        row, column = tile * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
-        token, member = row // SHARE, row % SHARE
-        real = (token < count)[:, None] & (column < WIDTH)[None, :]
-        head = (start_token + token).to(tl.int64) * GROUPS * SHARE + group * SHARE + member
-        place = head[:, None] * WIDTH + column[None, :]
-        q = tl.load(query + place, mask=real, other=0.0)
-        if key_scales is not None:
-            scale *= tl.load(key_scales + group)
-        q, factor = as_factor(q, scale, key_scales is not None)
-        largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_Q], tl.float32)
-        if sinks is not None:
-            largest, total = tl.load(sinks + group * SHARE + member).to(tl.float32) * log2_e, total + 1.0
-        mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        key_length = first + tl.minimum(count, ((tile + 1) * BLOCK_Q + SHARE - 1) // SHARE)
-        begin = first_key(first + tile * BLOCK_Q // SHARE + 1, WINDOW) // BLOCK_K * BLOCK_K
-        page = tl.load(table + sequence * table_stride + begin // PAGE)
-        for start in range(begin, key_length, BLOCK_K):
-            position = start + tl.arange(0, BLOCK_K)
-            inside = position < key_length
-            key = read_block(keys, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
-            value = read_block(
-                values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
-            )
-            # A step ahead: a load that waits for the load of its address is not overlapped.
-            page = tl.load(table + sequence * table_stride + tl.minimum(start + BLOCK_K, key_length - 1) // PAGE)
-            visible = position[None, :] <= (first + token)[:, None]
-            if WINDOW is not None:
-                visible &= position[None, :] > (first + token - WINDOW)[:, None]
-            largest, total, mixed = add_block(q, key, value, visible, factor, largest, total, mixed, WINDOW is not None)
-        if value_scales is not None:
-            mixed *= tl.load(value_scales + group)
-        tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+    """Add up the parts ``skipped .. end - 1`` of a group's heads, one after the other; BLOCK_S are read at once."""
+    member, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    head = first_head + member
+    largest, total, mixed = tiles.with_sinks(sinks, group * SHARE + member, member < SHARE, log2_e, BLOCK_H, BLOCK_D)
+    for first in range(skipped, end, BLOCK_S):
+        for nth in tl.static_range(BLOCK_S):
+            there = (member < SHARE) & (first + nth < end)
+            place = head * SPLITS + first + nth
+            part_largest = tl.load(maxima + place, mask=there, other=float("-inf"))
+            part_total = tl.load(sums + place, mask=there, other=0.0)
+            inside = there[:, None] & (column < WIDTH)[None, :]
+            part = tl.load(parts + place[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+            largest, total, mixed = fold(largest, total, mixed, part_largest, part_total, part)
+    real = (member < SHARE)[:, None] & (column < WIDTH)[None, :]
+    place = head[:, None] * WIDTH + column[None, :]
+    tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)

@@ -38,6 +38,7 @@ from megatron_rl.platform.collectives import any_rank
 from megatron_rl.registry import BACKENDS
 
 AUTO = "auto"
+_INVARIANT = "invariant"
 _PLAIN = ("sdpa", "paged")
 """torch's own: what the others are compared with."""
 _CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
@@ -94,6 +95,7 @@ def requirements_of(config: RLConfig) -> Requirements:
         window=config.layers.window_size,
         sinks=config.layers.softmax_type == "learnable",
         latents=config.latent.multi_latent_attention,
+        invariant=config.kernels.batch_invariant_mode,
     )
 
 
@@ -145,6 +147,12 @@ def choose(
         ConfigError: there is no such backend, the device lacks it, or it does not fit the model.
     """
     backends = [BACKENDS.get(name) for name in BACKENDS.names()]
+    named = f"--attention-backend {asked}"
+    if needed is not None and needed.invariant and device.type == "cuda":
+        if asked not in (AUTO, _INVARIANT):
+            text = f"{named} gives rollouts other bits than training; leave it out beside --batch-invariant-mode"
+            raise ConfigError([Problem("--attention-backend", text)])
+        named, asked = "--batch-invariant-mode", _INVARIANT
     wanted = None if asked == AUTO else BACKENDS.get("varlen" if asked == "flash" else asked)
 
     def problem(backend: Backend, *parts: PackedKernel | CacheKernel | None) -> str | None:
@@ -153,8 +161,8 @@ def choose(
 
     if wanted is not None and (fault := problem(wanted, wanted.packed, wanted.cache)) is not None:
         others = ", ".join(one.name for one in backends if problem(one, one.packed, one.cache) is None)
-        text = f"--attention-backend {asked} {fault}; use auto, or {others}"
-        raise ConfigError([Problem("--attention-backend", text)])
+        fix = "leave it out" if asked == _INVARIANT else f"use auto, or {others}"
+        raise ConfigError([Problem(named.split()[0], f"{named} {fault}; {fix}")])
     refused: dict[str, None] = {}
 
     def pick(part: Literal["packed", "cache"]) -> Backend:
@@ -170,7 +178,7 @@ def choose(
         raise ConfigError([f"no attention backend runs on {device.type}: {'; '.join(refused)}"])
 
     packed, cache = pick("packed"), pick("cache")
-    why = "; ".join(["the fastest present" if wanted is None else f"--attention-backend {asked}", *refused])
+    why = "; ".join(["the fastest present" if wanted is None else named, *refused])
     reason = f"attention: {packed.name} for packed batches, {cache.name} over the KV cache ({why})"
     return Attention(packed.name, packed.packed, cache.name, cache.cache, reason)
 

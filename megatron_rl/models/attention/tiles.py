@@ -1,4 +1,4 @@
-"""What the Triton kernels over the paged KV cache share: a block of keys or values, and one step of the softmax."""
+"""What the Triton attention kernels share: a block of keys or values, one step of the softmax, and its sum of parts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,29 @@ import triton.language as tl
 SMALLEST_TILE = 16
 """`tl.dot` takes no smaller one."""
 _LARGEST_BLOCK = 64
+STAGES = 3
+"""Blocks of keys and values: one is multiplied while the next two are on their way."""
+TILE = 64
+"""Rows of a program that uses wgmma: new tokens times the query heads of a group, which read the same keys."""
+INVARIANT_SPLIT = 256
+"""Keys of a split in `--batch-invariant-mode`, in every kernel and for every length."""
+LOG2_E = 1.4426950408889634
 
 
 def block_of(page_length: int) -> int:
-    """Return keys a block: the largest power of two that divides a page, at most 64. ValueError below 16."""
-    block = min(page_length & -page_length, _LARGEST_BLOCK)
+    """Return keys a block: the largest power of two that divides a page, at most 64. ValueError below 16.
+
+    Pages of one token, packed keys, lie in order.
+    """
+    block = min(page_length & -page_length, _LARGEST_BLOCK) if page_length > 1 else _LARGEST_BLOCK
     if block < SMALLEST_TILE:
         raise ValueError(f"pages of {page_length} tokens are not a multiple of {SMALLEST_TILE}")
     return block
+
+
+def warps_for(block_d: int) -> int:
+    """Return the warps of a program of `TILE` rows; heads wider than 128 would spill with four."""
+    return 8 if block_d > 128 else 4
 
 
 def padded_width(width: int) -> int:
@@ -85,6 +100,36 @@ def add_block(query, key, value, visible, scale, largest, total, mixed, MAY_SEE_
     reference = tl.where(higher == float("-inf"), 0.0, higher) if MAY_SEE_NONE else higher  # -inf less -inf is NaN
     weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(largest - reference)
-    total = total * shrink + tl.sum(weights, 1)
-    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+    return higher, total, mixed
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the softmax of no keys: its largest score, the sum of its weights, and the values mixed by them."""
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    return largest, total, tl.zeros([ROWS, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def with_sinks(sinks, heads, real, log2_e, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the softmax that parts are added to: that of the sinks of ``heads`` [ROWS], or of nothing."""
+    largest, total, mixed = nothing(ROWS, BLOCK_D)
+    if sinks is not None:
+        largest, total = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * log2_e, total + 1.0
+    return largest, total, mixed
+
+
+@triton.jit
+def fold(largest, total, mixed, part_largest, part_total, part_mixed):
+    """Add a part to a softmax. A part of no keys changes no bit; neither does a start from `nothing`.
+
+    Its multiply-adds are explicit, so that every kernel that folds the same parts gets the same bits.
+    """
+    higher = tl.maximum(largest, part_largest)
+    reference = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf is NaN
+    shrink, weight = tl.exp2(largest - reference), tl.exp2(part_largest - reference)
+    total = tl.fma(total, shrink, part_total * weight)
+    mixed = tl.fma(mixed, tl.broadcast_to(shrink[:, None], mixed.shape), part_mixed * weight[:, None])
     return higher, total, mixed

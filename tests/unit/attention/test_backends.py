@@ -92,5 +92,5 @@ def test_what_a_backend_does_not_compute_is_chosen_automatically() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no attention backend 'nonsense'.* Available: paged, "):
+    with pytest.raises(ConfigError, match="there is no attention backend 'nonsense'.* Available: invariant, paged, "):
         choose("nonsense", CPU)

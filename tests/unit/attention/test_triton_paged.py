@@ -107,7 +107,7 @@ class KernelChecks:
         """Splits of 256 of at most 5 x 256 keys, written out by hand."""
         from megatron_rl.models.attention.kernels import find_splits
 
-        found = find_splits(torch.tensor([255, 0, 256, 1279], device=self.device), 1280)
+        found = find_splits(torch.tensor([255, 0, 256, 1279], device=self.device), 1280, 16)
         assert (found.length, found.most) == (256, 5)
         assert found.count.item() == 1 + 1 + 2 + 5
         assert found.items[:9].tolist() == [0, 5, 10, 11, 15, 16, 17, 18, 19]
@@ -116,7 +116,7 @@ class KernelChecks:
         """Of 200 keys: the row at 1279 sees keys 1080 to 1279, of split 4 alone; the one at 300 those of two."""
         from megatron_rl.models.attention.kernels import find_splits
 
-        found = find_splits(torch.tensor([255, 0, 300, 1279], device=self.device), 1280, window=200)
+        found = find_splits(torch.tensor([255, 0, 300, 1279], device=self.device), 1280, 16, window=200)
         assert found.count.item() == 5
         assert found.items[:5].tolist() == [0, 5, 10, 11, 19]
 
@@ -124,7 +124,7 @@ class KernelChecks:
         from megatron_rl.models.attention.kernels import find_splits
 
         lengths = [1 + 37 * row % 700 for row in range(300)]
-        found = find_splits(torch.tensor(lengths, device=self.device) - 1, 700)
+        found = find_splits(torch.tensor(lengths, device=self.device) - 1, 700, 16)
         wanted = [3 * row + split for row, length in enumerate(lengths) for split in range(-(-length // 256))]
         assert found.items[: found.count.item()].tolist() == wanted
 
@@ -135,8 +135,18 @@ class KernelChecks:
     def test_how_keys_are_cut(self, longest, length, most):
         from megatron_rl.models.attention.kernels import find_splits
 
-        found = find_splits(torch.tensor([0], device=self.device), longest)
+        found = find_splits(torch.tensor([0], device=self.device), longest, 16)
         assert (found.length, found.most) == (length, most)
+
+    @pytest.mark.parametrize(
+        ("longest", "groups", "length"),
+        [(1024, 2, 128), (1024, 4, 256), (1024, 1, 128), (8192, 2, 256), (32768, 2, 512), (32768, 4, 512)],
+    )
+    def test_how_keys_are_cut_on_a_gpu(self, longest, groups, length):
+        """Of 132 processors, which take 396 splits at once; a 0.5B has 2 groups, a 7B 4, a rank of it fewer."""
+        from megatron_rl.models.attention.kernels import split_length
+
+        assert split_length(longest, groups, 132) == length
 
     def test_one_new_token_is_a_short_extension(self):
         pages = self.pages([40, 1, 17])

@@ -31,7 +31,7 @@ RATE = 4.3e12
 REACHED = {"bf16": 0.87, "fp8": 0.72, "experts": 0.65, "cache": 0.65}
 """Share of it that products with few rows and attention reach."""
 LAUNCH, REDUCE = 2e-6, 12e-6
-DENSE, EXPERTS, BESIDE = {"bf16": 10, "fp8": 11}, {"bf16": 14, "fp8": 15}, 14
+DENSE, EXPERTS, BESIDE = {"bf16": 9, "fp8": 10}, {"bf16": 13, "fp8": 14}, 14
 """Launches of a layer, and of a step beside its layers."""
 
 

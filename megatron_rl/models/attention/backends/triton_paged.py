@@ -20,10 +20,13 @@ WIDEST_FP32_HEAD = 64
 _FP8_CAPABILITY = (8, 9)
 
 
-def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None) -> Splits:
+def _prepare_decode(
+    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None, invariant: bool = False
+) -> Splits:
     from megatron_rl.models.attention.kernels import find_splits
 
-    return find_splits(positions, cache.table.shape[1] * cache.block_size, window)
+    longest, groups = cache.table.shape[1] * cache.block_size, cache.keys[0].shape[2]
+    return find_splits(positions, longest, groups, window, invariant)
 
 
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits, *sinks: torch.Tensor) -> torch.Tensor:
@@ -33,20 +36,23 @@ def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits, *sink
     return decode(query, *stored, plan, cache.format.scales(layer), *sinks)
 
 
-def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> tuple[Sequence[Any], int | None]:
-    """As `kernels.extend` takes them: table, borders, first positions, most new tokens of a sequence; the window."""
+def _prepare_extend(
+    cache: KVCache, new: NewTokens, window: int | None = None, invariant: bool = False
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """As `extend.extend` takes them: table, borders, first positions, most new tokens of a sequence; by name."""
     first = new.position_ids.index_select(0, new.cu_seqlens[:-1].long())
-    return (cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)), window
+    batch = cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)
+    return batch, {"window": window, "invariant": invariant}
 
 
 def _extend(
-    query: torch.Tensor, cache: KVCache, layer: int, plan: tuple[Sequence[Any], int | None], *sinks: torch.Tensor
+    query: torch.Tensor, cache: KVCache, layer: int, plan: tuple[Sequence[Any], dict[str, Any]], *sinks: torch.Tensor
 ) -> torch.Tensor:
-    from megatron_rl.models.attention.kernels import extend
+    from megatron_rl.models.attention.extend import extend
 
-    batch, window = plan
+    batch, named = plan
     stored = cache.keys[layer], cache.values[layer]
-    return extend(query, *stored, *batch, cache.format.scales(layer), *sinks, window=window)
+    return extend(query, *stored, *batch, cache.format.scales(layer), *sinks, **named)
 
 
 def _problem(device: DeviceFacts) -> str | None:

@@ -41,7 +41,7 @@ def backend(has_pages: bool) -> Backend:
     """Describe the backend of this torch, whose kernel may take no table of pages: then the cache is another's."""
     cache = CacheKernel(
         "blocks", _prepare_decode, _attend_cached, _prepare_extend, _attend_cached, block_multiple=_PAGES,
-        needs_key_length=False, unfit=_unfit_for_cache, windows=True,
+        needs_key_length=False, unfit=unfit_for_cache, windows=True,
     )  # fmt: skip
     packed = PackedKernel(_whole_sequences, _attend, _unfit, SpanKernel(_spans, _attend), windows=True)
     return Backend("varlen", _problem, packed, cache if has_pages else None, 2, 2)
@@ -113,7 +113,8 @@ def _unfit(device: DeviceFacts, needed: Requirements) -> str | None:
     return None
 
 
-def _unfit_for_cache(device: DeviceFacts, needed: Requirements) -> str | None:
+def unfit_for_cache(device: DeviceFacts, needed: Requirements) -> str | None:
+    """See `CacheKernel.unfit`."""
     if needed.cache_dtype != needed.dtype:
         return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
     return _unfit(device, needed)
