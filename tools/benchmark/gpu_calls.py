@@ -2,6 +2,7 @@
 
     python -m tools.benchmark.gpu_calls correctness --out DIR     a probe, smoke checks, tests/gpu, short runs
     python -m tools.benchmark.gpu_calls ranks --out DIR           several ranks on the one GPU over NCCL
+    python -m tools.benchmark.gpu_calls bits --out DIR            equal bits in batches, runs and after a stop
     python -m tools.benchmark.gpu_calls numbers --out DIR         attention, products, decoding of a 7B and of experts
     python -m tools.benchmark.gpu_calls training --out DIR        a 0.5B: decoding, GRPO, updates; the quickstart
     python -m tools.benchmark.gpu_calls large --out DIR           a 32B, plain torch beside us, attention in an engine
@@ -73,11 +74,12 @@ CALLS: dict[str, tuple[Step, ...]] = {
         Step("smoke", ("-m", "tests.gpu.smoke"), 150),
         # The longest first, so that no long one is begun last.
         *map(_tests, ("attention", "expert_kernels", "rollout_kernels", "quantization", "quantization_kernels")),
-        *map(_tests, ("sampler", "engine", "state_kernels", "checkpoint", "primitives")),
+        *map(_tests, ("sampler", "engine", "state_kernels", "checkpoint", "primitives", "deterministic")),
         Step("runs", ("-m", "tests.gpu.runs"), 200),
         *(_tests(name, is_alone=True) for name in ("memory", "graphs", "logprobs")),
     ),
     "ranks": (Step("several_ranks", ("-m", "tests.gpu.several_ranks", "--out", "{out}/several_ranks"), 420),),
+    "bits": (Step("bits", ("-m", "tests.gpu.bits", "--out", "{out}/bits"), 420),),
     "numbers": (
         _gpu("decode_attention", 75),
         _gpu("products", 80),

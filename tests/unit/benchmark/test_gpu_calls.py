@@ -41,7 +41,7 @@ def test_no_record_is_written_over() -> None:
     assert len(set(records)) == len(records) > 5
 
 
-@pytest.mark.parametrize("call", ["ranks", "numbers", "training", "large"])
+@pytest.mark.parametrize("call", ["ranks", "bits", "numbers", "training", "large"])
 def test_a_call_fits_ten_minutes_even_if_every_step_hangs(call: str) -> None:
     assert sum(step.limit for step in CALLS[call]) <= SECONDS < 600
 
