@@ -60,13 +60,9 @@ PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
 
 
 def main(
-    argv: Sequence[str],
-    command: Sequence[str] | None = None,
-    check_world_size: int | None = None,
-    is_checked: bool = False,
-    callbacks: Sequence[Callback] = (),
-    stop: StopRequest | None = None,
-) -> int:
+    argv: Sequence[str], command: Sequence[str] | None = None, check_world_size: int | None = None,
+    is_checked: bool = False, callbacks: Sequence[Callback] = (), stop: StopRequest | None = None,
+) -> int:  # fmt: skip
     """Returns the exit code.
 
     ``command``: the words that start this again, where they are not what Python and the launcher know;
@@ -153,10 +149,11 @@ def _print_answer(config: RLConfig, problems: Sequence[Problem], world_size: int
 
 
 def _on_gpu(config: RLConfig, world_size: int) -> Iterator[str]:
-    from megatron_rl.platform import current_platform
+    import torch  # and not our platform with megatron-core, which a check on a CPU need not wait for
 
-    if (platform := current_platform()).is_cuda:
-        yield from gpu_lines(config, bin_size(config, world_size, vocabulary(config), platform.memory))
+    if torch.cuda.is_available() and not is_for_other_machines(config):
+        memory = torch.cuda.get_device_properties(0).total_memory
+        yield from gpu_lines(config, bin_size(config, world_size, vocabulary(config), memory))
 
 
 def every_problem(config: RLConfig, problems: Sequence[Problem], world_size: int) -> list[Problem]:

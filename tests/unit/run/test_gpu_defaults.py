@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,8 +152,12 @@ def test_check_says_it_too(
     _reading(config, monkeypatch)
     assert main.main(["check"]) == 0
     assert capsys.readouterr().out == "configuration is valid\n"
-    monkeypatch.setattr(platform, "current_platform", lambda: GPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=LARGE))
     assert main.main(["check"]) == 0
     first, *notes, last = capsys.readouterr().out.splitlines()
     assert (first, last) == (f"on this GPU: {line}", "configuration is valid")
+    _reading(config.with_values(check_world_size=1), monkeypatch)
+    assert main.main(["check"]) == 0
+    assert capsys.readouterr().out == "configuration is valid\n", "the GPUs of a cluster are not those of this machine"
     assert notes == [*gpu_lines(config, 1)][1:] and ("tensor cores" in str(notes)) == (not config.precision.bf16)
