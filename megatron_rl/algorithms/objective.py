@@ -32,6 +32,8 @@ class PolicyObjective:
     aggregation: Aggregation
     aggregation_constant: float
     kl_beta: float = 0.0
+    reward_kl_beta: float = 0.0
+    """Of the KL penalty in the reward, which is no part of the loss."""
     kl_estimator: Estimator = "k3"
     entropy_weight: float = 0.0
     teacher_weight: float = 0.0
@@ -42,12 +44,14 @@ class PolicyObjective:
     def of(cls, config: RLConfig) -> PolicyObjective:
         """Build it from the flags; raises ``ConfigError`` as `extension.loss_of`."""
         algorithm, teacher = config.algorithm, config.teacher
+        in_reward = config.critic.rl_kl_in_reward
         return cls(
             loss=loss_of(config),
             correction=correction_of(config),
             aggregation=algorithm.rl_loss_aggregation,
             aggregation_constant=float(config.rollout.rl_max_new_tokens),
-            kl_beta=0.0 if config.critic.rl_kl_in_reward else algorithm.grpo_kl_beta,
+            kl_beta=0.0 if in_reward else algorithm.grpo_kl_beta,
+            reward_kl_beta=algorithm.grpo_kl_beta if in_reward else 0.0,
             kl_estimator=algorithm.rl_kl_estimator,
             entropy_weight=algorithm.grpo_entropy_term_weight,
             teacher_weight=teacher.rl_teacher_weight if teacher.rl_teacher_as == "loss" else 0.0,

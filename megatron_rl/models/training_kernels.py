@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.models.kernels import _turned, add_norm, rotate_store
 
-_PROGRAMS = 1024
+PROGRAMS = 1024
 """Of a gradient; each goes over several rows and has a row of the first step's sums."""
 
 
@@ -37,7 +37,7 @@ class SumAndNorm(torch.autograd.Function):
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         given, weight = [each.contiguous() for each in (ctx.saved_tensors[0], *slopes)], ctx.saved_tensors[1]
         columns, block, out = len(weight), triton.next_power_of_2(len(weight)), torch.empty_like(given[0])
-        rows, programs = out.numel() // columns, min(out.numel() // columns, _PROGRAMS)
+        rows, programs = out.numel() // columns, min(out.numel() // columns, PROGRAMS)
         sums = weight.new_empty(programs, columns, dtype=torch.float32)
         norm_gradient_kernel[(programs,)](
             *given, weight, out, sums, rows, triton.cdiv(rows, programs), columns, ctx.epsilon, BLOCK=block,
@@ -101,7 +101,7 @@ class RotatedHeads(torch.autograd.Function):
         tokens, groups, heads, width = ctx.shape
         out, sums, programs = slopes[0].new_empty(ctx.shape), None, tokens
         if mixed is not None:
-            programs = min(tokens, triton.cdiv(_PROGRAMS, groups))
+            programs = min(tokens, triton.cdiv(PROGRAMS, groups))
             sums = out.new_empty(programs * groups, 2, width, dtype=torch.float32)
         rows, block = triton.next_power_of_2(heads), triton.next_power_of_2(width)
         heads_gradient_kernel[(programs, groups)](

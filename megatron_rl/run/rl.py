@@ -171,7 +171,6 @@ def build(base: Run) -> RLRun:
             reference=start.reference,
             teacher=teacher,
             critic=_critic(base, start.critic),
-            reward_kl_beta=algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
             draws_exactly=is_exact,
         ),
         parity=_parity_gate(base, scorer, engine),

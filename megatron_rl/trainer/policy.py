@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import FunctionType
 
 import torch
 import torch.distributed as dist
@@ -105,8 +104,6 @@ class PolicyTrainer:
     teacher: Teacher | None = None
     critic: Critic | None = None
     """None where the advantage needs none."""
-    reward_kl_beta: float = 0.0
-    """Of the KL penalty in the reward; 0 without."""
     draws_exactly: bool = False
     """The log-probs of rollouts are those of the weights at the step's beginning, to the bit."""
 
@@ -136,7 +133,7 @@ class PolicyTrainer:
     def _score(self, updates: Updates) -> Updates:
         """Log-probs and advantages, which stay fixed during the step's updates."""
         several = len(updates) * self.iterations > 1
-        start = 0 if self.reward_kl_beta or several and self._may_read_old_logprobs else 1
+        start = 0 if self.objective.reward_kl_beta or several and self.may_read_old_logprobs else 1
         if self.draws_exactly:
             drawn = _each(updates[start:], lambda batch: replace(batch, old_logprobs=batch.inference_logprobs))
             updates = [*updates[:start], *drawn]
@@ -163,15 +160,14 @@ class PolicyTrainer:
         return updates if select is None else [select(part, self._of_all_ranks) for part in updates]
 
     @property
-    def _may_read_old_logprobs(self) -> bool:
-        """Whether all updates need old log-probs before the first one, whose own forward pass computes its own.
+    def may_read_old_logprobs(self) -> bool:
+        """Return whether all updates need old log-probs before the first one, whose forward pass computes its own.
 
         Of what runs before it only a teacher in the advantage reads them, and perhaps an extension of the user.
         """
         loss = self.objective.loss
         early = [self.advantage, loss] if hasattr(loss, "select_tokens") else [self.advantage]
-        of_function = (one if isinstance(one, FunctionType) else type(one) for one in early)
-        return not all(one.__module__.startswith("megatron_rl.algorithms.") for one in of_function)
+        return not all(one.__module__.startswith("megatron_rl.algorithms.") for one in early)
 
     def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
         """The vectors of all training replicas end to end; on the CPU, collective."""
@@ -186,8 +182,8 @@ class PolicyTrainer:
 
     def _with_advantages(self, batch: TokenBatch) -> TokenBatch:
         judged, penalties = by_turn(batch), {}
-        if self.reward_kl_beta:
-            judged, penalties = with_kl_in_reward(judged, self.reward_kl_beta)
+        if beta := self.objective.reward_kl_beta:
+            judged, penalties = with_kl_in_reward(judged, beta)
         advantages, sums = self.advantage(judged)
         critic = batch.critic and replace(batch.critic, returns=self.advantage.returns(judged, advantages).detach())
         return replace(batch, advantages=advantages.detach(), advantage_sums=sums | penalties, critic=critic)

@@ -49,7 +49,7 @@ class TrainingChecks:
     def test_residual_and_norm(self, dtype, rows, is_first, monkeypatch):
         from megatron_rl.models import training_kernels as kernels
 
-        monkeypatch.setattr(kernels, "_PROGRAMS", 4)  # the interpreter takes a while for a row
+        monkeypatch.setattr(kernels, "PROGRAMS", 4)  # the interpreter takes a while for a row
         given = [randn(rows, 1, 100, seed=n, dtype=dtype) for n in (1, 2)][: 2 - is_first]
         given.append(1 + randn(100, seed=3, dtype=dtype) / 4)
         eager = [each.clone().requires_grad_() for each in given]
@@ -74,7 +74,7 @@ class TrainingChecks:
     def test_heads(self, dtype, share, width, tokens, normed, monkeypatch):
         from megatron_rl.models import training_kernels as kernels
 
-        monkeypatch.setattr(kernels, "_PROGRAMS", 6)
+        monkeypatch.setattr(kernels, "PROGRAMS", 6)
         groups = 2
         mixed = randn(tokens, groups, share + 2, width, dtype=dtype)
         turn = [randn(tokens, 1, 1, width // 2, seed=seed, dtype=dtype).repeat(1, 1, 1, 2) for seed in (5, 6)]

@@ -43,8 +43,8 @@ class Setup:
         self.critic = replace(self.critic, scorer=ValueScorer(model, groups))
         reference = ReferencePolicy(self.policy.policy) if reward_kl_beta else None
         self.trainer = PolicyTrainer(
-            self.policy, Scorer(self.policy.policy, groups, 1.0), gae.Advantage(**options), PLAIN, 1,
-            PhaseTimer(), reference, None, self.critic, reward_kl_beta,
+            self.policy, Scorer(self.policy.policy, groups, 1.0), gae.Advantage(**options),
+            replace(PLAIN, reward_kl_beta=reward_kl_beta), 1, PhaseTimer(), reference, None, self.critic,
         )  # fmt: skip
 
     def values(self, samples: list[Sample]) -> TokenBatch:

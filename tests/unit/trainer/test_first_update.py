@@ -115,5 +115,5 @@ def test_what_reads_them_earlier_has_them(one_rank: ParallelGroups) -> None:
     trainer = PolicyTrainer(optimization, Scorer(optimization.policy, one_rank, 1.0), own, PLAIN, 1, PhaseTimer())
     for name in ADVANTAGES.names():
         made = advantage_of(tiny_config(rl_advantage=name))
-        assert not replace(trainer, advantage=made)._may_read_old_logprobs
-    assert replace(trainer, advantage=taught)._may_read_old_logprobs
+        assert not replace(trainer, advantage=made).may_read_old_logprobs
+    assert replace(trainer, advantage=taught).may_read_old_logprobs

@@ -39,16 +39,9 @@ class Case:
     """A tiny model, its quantised copies, an engine and a gate over them."""
 
     def __init__(
-        self,
-        groups: ParallelGroups,
-        recipe: str = "int8",
-        action: str = "warn",
-        correction: str = "token_tis",
-        fp8_cache: bool = False,
-        emulated: bool = True,
-        emulation_limit: float = 1e-3,
-        **flags: object,
-    ) -> None:
+        self, groups: ParallelGroups, recipe: str = "int8", action: str = "warn", correction: str = "token_tis",
+        fp8_cache: bool = False, emulated: bool = True, emulation_limit: float = 1e-3, **flags: object,
+    ) -> None:  # fmt: skip
         self.policy: PolicyModel = quantizable_policy()
         self.quantization: RolloutQuantization = rollout_quantization(self.policy, recipe)
         self.engine = rollout_engine(self.policy, kv_cache_dtype=FP8 if fp8_cache else None)
@@ -281,11 +274,9 @@ class TestWhen:
 
     def test_without_tokens_nothing_has_been_checked(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank, action="stop", emulation_limit=0.0, rl_mismatch_max_kl=1e-9, rl_mismatch_max_gap=1e-9)
-        for report in (
-            case.gate.check([], None),
-            case.gate.check([[], []], None),
-            case.check(_without_loss(case.roll_out())),
-        ):
+        batch = case.roll_out()
+        without_loss = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+        for report in (case.gate.check([], None), case.gate.check([[], []], None), case.check(without_loss)):
             assert (report.tokens, report.metrics, report.problems) == (0, {}, ())
             assert report.lines() == []
             assert case.gate.act_on(report) is False
@@ -296,10 +287,6 @@ class TestWhen:
         assert first.startswith("parity of rollout (int8) and trainer over")
         assert "top-1 agreement" in second
         assert len(Case(one_rank, "none").check().lines()) == 1
-
-
-def _without_loss(batch: TokenBatch) -> TokenBatch:
-    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
 
 
 def corrected(gap: float, left: float) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.algorithms.advantages import grpo
+from megatron_rl.algorithms.advantages import batch_norm, grpo
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective
 from megatron_rl.metrics.timers import PhaseTimer
@@ -99,7 +99,7 @@ def test_passes_over_the_model(
 @pytest.mark.parametrize(("iterations", "updates"), [(1, UPDATES), (2, UPDATES), (1, UPDATES[:1])])
 def test_what_is_drawn_exactly_is_not_scored_before(one_rank: ParallelGroups, iterations: int, updates: list) -> None:
     """Old log-probs are the rollouts'; the first update's come from its own pass, where the mismatch would show."""
-    setup = Setup(one_rank, iterations, advantage=grpo.Advantage())
+    setup = Setup(one_rank, iterations, advantage=batch_norm.Advantage())
     setup.trainer = replace(setup.trainer, draws_exactly=True)
     seen: list[int] = []
     setup.optimization.policy.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
@@ -107,12 +107,12 @@ def test_what_is_drawn_exactly_is_not_scored_before(one_rank: ParallelGroups, it
     assert len(seen) == iterations * len(updates)
     assert setup.phases() == {"update_actor"}
     for index, scored in enumerate(setup.given):
-        if index % len(updates) == 0 and iterations == 1:
-            assert scored.old_logprobs is None
-        elif index % len(updates) == 0:  # kept for the second iteration
-            assert torch.equal(scored.old_logprobs, setup.given[0].current_logprobs)
-        else:
+        if index % len(updates):
             assert torch.equal(scored.old_logprobs, scored.inference_logprobs)
+        elif iterations == 1:
+            assert scored.old_logprobs is None
+        else:
+            assert torch.equal(scored.old_logprobs, setup.given[0].current_logprobs)
 
 
 def test_groups_without_signal_never_reach_the_model(one_rank: ParallelGroups) -> None:
