@@ -10,8 +10,6 @@ import torch
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where a user configures torch's allocator."""
-WITHOUT_WORKSPACE = {"CUBLASLT_WORKSPACE_SIZE": "0", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-"""Leaves cuBLAS no memory for split-K, which it would choose by the number of rows. Read at the first GEMM."""
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
@@ -26,15 +24,16 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def environment_for(deterministic: bool, batch_invariant: bool = False) -> dict[str, str]:
-    """Return the variables of these modes. Libraries read them once, at their first call on a GPU or of a group."""
-    if not (deterministic or batch_invariant):
-        return {}
+def environment_for(batch_invariant: bool) -> dict[str, str]:
+    """Return the deterministic mode's variables. Libraries read them once, at their first call on a GPU or of a group.
+
+    With ``batch_invariant`` cuBLAS has no memory for split-K, which it would choose by the number of rows.
+    """
     return {
         "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0",  # one order of sums; NVSwitches have none
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch's strict mode refuses any product without it
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8" if batch_invariant else ":4096:8",  # torch's strict mode refuses others
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine
-        **(WITHOUT_WORKSPACE if batch_invariant else {}),
+        **({"CUBLASLT_WORKSPACE_SIZE": "0"} if batch_invariant else {}),
     }  # fmt: skip
 
 

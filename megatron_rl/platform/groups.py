@@ -136,7 +136,8 @@ def initialize(config: ParallelConfig, platform: Platform, kernels: KernelConfig
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     if platform.is_cuda:
         torch.cuda.set_device(platform.device)
-        variables |= {} if kernels is None else environment_for(kernels.is_deterministic, kernels.batch_invariant_mode)
+        if kernels is not None and kernels.is_deterministic:
+            variables |= environment_for(kernels.batch_invariant_mode)
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     asked = config.distributed_backend

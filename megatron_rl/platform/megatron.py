@@ -84,8 +84,7 @@ def add_up_in_rank_order() -> None:
             return uneven(whole, group, sizes, *given)
         parts = torch.empty_like(whole, memory_format=torch.contiguous_format)
         dist.all_to_all_single(parts, whole.contiguous(), group=group)
-        total = functools.reduce(torch.add, (part.float() for part in parts.chunk(group.size())))
-        return total.to(whole.dtype)
+        return functools.reduce(torch.add, (part.float() for part in parts.chunk(group.size()))).to(whole.dtype)
 
     def reduced(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         if group.size() == 1:

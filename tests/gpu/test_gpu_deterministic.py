@@ -28,7 +28,7 @@ LARGER = {
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment_for(deterministic=True).items():
+    for name, value in environment_for(batch_invariant=False).items():
         monkeypatch.setenv(name, value)
 
 

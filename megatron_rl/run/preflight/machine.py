@@ -180,7 +180,7 @@ def determinism_lines(config: RLConfig, kept: bool) -> Iterator[str]:
     if not current_platform().is_cuda:
         yield from [f"{mode} changes nothing on a CPU, where runs repeat their bits anyway"] if kept else []
         return
-    for name, wanted in cuda.environment_for(True, config.kernels.batch_invariant_mode).items():
+    for name, wanted in cuda.environment_for(config.kernels.batch_invariant_mode).items():
         own = os.environ.get(name, wanted)
         if own not in (wanted, ":16:8") and name.startswith("NCCL_") is kept:  # cuBLAS is deterministic with that too
             then = "and is kept: sums over GPUs may not repeat their bits" if kept else "with which it raises; unset it"

@@ -17,7 +17,7 @@ from megatron_rl.run.preflight.machine import determinism_lines
 from tests.support.tiny import tiny_config
 
 ON_GPU = Platform(torch.device("cuda", 0), "nccl")
-SET = environment_for(True)
+SET = environment_for(batch_invariant=False)
 
 
 class _Initialised(Exception):
@@ -50,7 +50,7 @@ def test_the_environment_is_set_before_a_group_is_made(environment: Callable[...
     assert environment({}, deterministic_mode=True).items() >= SET.items()
     kept = environment({"NCCL_ALGO": "Tree"}, deterministic_mode=True)
     assert kept["NCCL_ALGO"] == "Tree" and kept["NCCL_PROTO"] == "Simple"
-    assert not environment_for(False) and environment_for(False, True)
+    assert environment({}, batch_invariant_mode=True, bf16=True)["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 @pytest.mark.parametrize(
