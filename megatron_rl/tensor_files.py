@@ -158,12 +158,9 @@ class TensorReader:
         self._open.clear()
 
     def read(
-        self,
-        name: str,
-        rows: tuple[int, int] | None = None,
-        columns: tuple[int, int] | None = None,
+        self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None,
         index: int | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Read these rows (and columns) of a tensor, all without them, or of that one of a stack of matrices.
 
         As stored, in host memory.

@@ -50,9 +50,8 @@ RULES: tuple[Rule, ...] = (
     layer_problems, latent_size_problems, latent_problems, delta_problems, rotation_problems, expert_problems,
     batch_problems, length_problems, cache_size_problems, precision_problems, code_problems, moment_problems,
     kernel_problems, engine_problems, alignment_problems, cache_problems, invariance_problems, optimizer_problems,
-    schedule_problems,
-    sampling_problems, algorithm_problems, dynamic_sampling_problems, partial_rollout_problems, critic_problems,
-    teacher_problems, lora_problems, no_effect_problems,
+    schedule_problems, sampling_problems, algorithm_problems, dynamic_sampling_problems, partial_rollout_problems,
+    critic_problems, teacher_problems, lora_problems, no_effect_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")

@@ -140,13 +140,9 @@ class RolloutContext(BaseInferenceContext):
         return self.cache.is_latent
 
     def attend_latent(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        absorbed: Callable[[], torch.Tensor],
-        kind: LayerKind,
-    ) -> tuple[torch.Tensor, bool]:
+        self, layer: int, latent: torch.Tensor, heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        absorbed: Callable[[], torch.Tensor], kind: LayerKind,
+    ) -> tuple[torch.Tensor, bool]:  # fmt: skip
         """See `RolloutPlan`."""
         index = self._key_place[layer]
         self.cache.write_latent(index, self._slots, latent)

@@ -17,9 +17,7 @@ from megatron_rl.models.delta_rule import Chunks, LayerStates
 class RowStates:
     """The states of all layers, in tensors whose addresses stay."""
 
-    def __init__(
-        self, layers: Sequence[StateCache], rows: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layers: Sequence[StateCache], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """``dtype`` of the model, in which the inputs of the convolution are kept; states are fp32."""
         self._taps = layers[0].taps
         self.past = [torch.zeros(rows, one.taps, one.channels, dtype=dtype, device=device) for one in layers]

@@ -70,12 +70,9 @@ class StackedLinear(torch.nn.Module):
     """A linear of all of a layer's experts on this rank. Biases are left to the caller: `biases_of`."""
 
     def __init__(
-        self,
-        weight: torch.nn.Parameter,
-        tensor_group: dist.ProcessGroup,
-        split: Split,
+        self, weight: torch.nn.Parameter, tensor_group: dist.ProcessGroup, split: Split,
         bias: torch.nn.Parameter | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``weight`` [E, out, in], of which the ranks of the expert tensor-parallel group have a part each.
 
         ``bias`` [E, out], where that is one rank.

@@ -14,13 +14,9 @@ from megatron_rl.quantization.kernels import MOST_SUMMED, tiles_for
 
 
 def grouped_product(
-    codes: torch.Tensor,
-    weight_codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight_scales: torch.Tensor,
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    codes: torch.Tensor, weight_codes: torch.Tensor, scales: torch.Tensor, weight_scales: torch.Tensor,
+    ends: torch.Tensor, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``(codes weight_codes^T) x scales x weight_scales^T`` of each group of rows: ``dtype`` [T, N].
 
     Of int8 or float8_e4m3fn [T, K], sorted by expert, and [E, N, K], adjacent along K; ``scales`` fp32 [T, 1] and

@@ -173,11 +173,8 @@ def quantize(values: torch.Tensor, packing: Packing) -> PackedActivations:
 
 
 def requantize_rows(
-    weight: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    smoothing: torch.Tensor | None = None,
-) -> None:
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, smoothing: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Write ``codes`` [>= N, >= K] (int8 or float8_e4m3fn) and fp32 ``scales`` [>= N, 1], one an output channel.
 
     Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] as the values of
@@ -246,12 +243,9 @@ def tiles_for(tokens: int) -> Tiles:
 
 
 def int8_matmul(
-    codes: torch.Tensor,
-    weight_codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight_scales: torch.Tensor,
+    codes: torch.Tensor, weight_codes: torch.Tensor, scales: torch.Tensor, weight_scales: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding an operation.
 
     Of int8 [M, K] and int8 [N, K]: rows may have any stride, columns are adjacent; ValueError where K is above 133,144.

@@ -65,15 +65,10 @@ class QuantizedLinears:
     """Owns the quantised copies of one model."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        recipe: Recipe | None,
-        skip: Sequence[str] = (),
-        lockstep_group: dist.ProcessGroup | None = None,
-        *,
-        quantizes_gradients: bool = False,
+        self, model: torch.nn.Module, recipe: Recipe | None, skip: Sequence[str] = (),
+        lockstep_group: dist.ProcessGroup | None = None, *, quantizes_gradients: bool = False,
         leaving: LeavingOf = Leaving,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``.
 
         ``lockstep_group`` are the ranks that refuse together what one of them cannot quantise; None: this rank alone.

@@ -30,17 +30,12 @@ class RolloutQuantization:
     """Owns the quantised copies; without a recipe there are none, and nobody needs to call anything here."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        recipe: str,
-        skip: Sequence[str],
+        self, model: torch.nn.Module, recipe: str, skip: Sequence[str],
         on_audit: Callable[[Sequence[LayerAudit]], None],
         timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
-        lockstep_group: dist.ProcessGroup | None = None,
-        *,
-        quantizes_gradients: bool = False,
+        lockstep_group: dist.ProcessGroup | None = None, *, quantizes_gradients: bool = False,
         leaving: LeavingOf = Leaving,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer.
 
         See `QuantizedLinears` for the others.

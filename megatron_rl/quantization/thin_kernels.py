@@ -57,8 +57,7 @@ _BF16 = _FEW._replace(depth=64, least_steps=4)
 
 def tiles_for_few(tokens: int, dtype: torch.dtype = torch.int8) -> ThinTiles:
     """Return the tiles of a product with at most `MOST_TOKENS`, with a weight of ``dtype``."""
-    few = _FEW if tokens <= 32 else _MORE
-    return _BF16 if dtype == torch.bfloat16 else few
+    return _BF16 if dtype == torch.bfloat16 else _FEW if tokens <= 32 else _MORE
 
 
 def thin_product(

@@ -134,14 +134,9 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(
-    config: RLConfig,
-    platform: Platform,
-    groups: ParallelGroups,
-    tokenizer: Tokenizer,
-    stop: StopRequest,
-    command: Sequence[str],
-    callbacks: Sequence[Callback] = (),
-) -> Iterator[Run]:
+    config: RLConfig, platform: Platform, groups: ParallelGroups, tokenizer: Tokenizer, stop: StopRequest,
+    command: Sequence[str], callbacks: Sequence[Callback] = (),
+) -> Iterator[Run]:  # fmt: skip
     """Open environments, then a model of random weights; leave no process behind. Collective over the job."""
     directory = RunDirectory(Path(config.logging.run_dir))
     timer = PhaseTimer(sync=platform.synchronize if config.logging.timing_log_level > 0 else None)

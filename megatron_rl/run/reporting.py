@@ -57,14 +57,9 @@ class Reporter:
     """Owns the metric writers of rank 0; the other ranks have one that writes nowhere."""
 
     def __init__(
-        self,
-        config: RLConfig,
-        groups: ParallelGroups,
-        directory: RunDirectory,
-        timer: PhaseTimer,
-        platform: Platform,
+        self, config: RLConfig, groups: ParallelGroups, directory: RunDirectory, timer: PhaseTimer, platform: Platform,
         command: Sequence[str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._config = config
         self._groups = groups
         self._directory = directory
@@ -122,13 +117,9 @@ class Reporter:
         self._live.offer(evaluated)
 
     def records(
-        self,
-        step: int,
-        groups: Sequence[RolloutGroup],
-        decode_raw: Callable[[Sequence[int]], str],
-        numbers: Sequence[int],
-        updates: Sequence[Sequence[TokenBatch]],
-    ) -> None:
+        self, step: int, groups: Sequence[RolloutGroup], decode_raw: Callable[[Sequence[int]], str],
+        numbers: Sequence[int], updates: Sequence[Sequence[TokenBatch]],
+    ) -> None:  # fmt: skip
         """Write the first `--rl-log-rollouts` groups of the step as JSON lines, whichever rank has them; collective.
 
         ``numbers`` are those of this rank's ``groups``, ``updates`` what it trained on, with advantages. Every

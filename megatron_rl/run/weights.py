@@ -55,12 +55,9 @@ class Start:
 
 
 def start_weights(
-    config: RLConfig,
-    policy: PolicyModel,
-    checkpoints: CheckpointManager,
-    groups: ParallelGroups,
+    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups,
     copies: RolloutQuantization | None = None,
-) -> Start:
+) -> Start:  # fmt: skip
     """Fill the model as `run_to_continue` and `first_weights` say; collective.
 
     What a run that goes on began with is read again and compared where it is the reference, or the base of adapters.

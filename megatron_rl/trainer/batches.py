@@ -145,12 +145,9 @@ class BatchBuilder:
 
 
 def exchange_samples(
-    local: Sequence[Sample],
-    destination: Sequence[int],
-    rollout_group: dist.ProcessGroup | None,
-    device: torch.device | str = "cpu",
-    copies: int = 1,
-) -> list[Sample]:
+    local: Sequence[Sample], destination: Sequence[int], rollout_group: dist.ProcessGroup | None,
+    device: torch.device | str = "cpu", copies: int = 1,
+) -> list[Sample]:  # fmt: skip
     """Sends each sample to a training replica and returns those sent here. All ranks of the group must call this.
 
     Flat tensors, straight from the rank that has a sample to the one that trains on it: two all-to-alls, how much, and

@@ -90,14 +90,9 @@ class ParityGate:
     """Measures, reports, and says whether the run may go on: `--rl-mismatch-...`."""
 
     def __init__(
-        self,
-        config: RLConfig,
-        scorer: Scorer,
-        quantization: RolloutQuantization,
-        data_group: dist.ProcessGroup,
-        rounded: _Inside | None = None,
-        absorbed: _Inside | None = None,
-    ) -> None:
+        self, config: RLConfig, scorer: Scorer, quantization: RolloutQuantization, data_group: dist.ProcessGroup,
+        rounded: _Inside | None = None, absorbed: _Inside | None = None,
+    ) -> None:  # fmt: skip
         """Inside ``rounded`` the trainer rounds keys and values as the KV cache does; None where it does not.
 
         Inside ``absorbed`` it computes latent attention as decoding does; None where that is no other way.
@@ -248,11 +243,9 @@ def _fresh(batch: TokenBatch) -> TokenBatch:
 
 
 def agreement(
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    batches: Sequence[TokenBatch],
+    first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], batches: Sequence[TokenBatch],
     data_group: dist.ProcessGroup,
-) -> float:
+) -> float:  # fmt: skip
     """Share of loss tokens before which two forward passes have the same likeliest token, [T] each; collective."""
     counts = torch.zeros(2, dtype=torch.float64)
     for a, b, batch in zip(first, second, batches, strict=True):

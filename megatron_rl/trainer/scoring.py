@@ -109,13 +109,9 @@ class Scorer(PackedForward):
     """
 
     def __init__(
-        self,
-        policy: PolicyModel,
-        groups: ParallelGroups,
-        temperature: float,
-        fused: bool = False,
+        self, policy: PolicyModel, groups: ParallelGroups, temperature: float, fused: bool = False,
         balance: BalanceLosses | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(policy, groups, balance)
         self._vocab_start = groups.tensor_group.rank() * (policy.padded_vocab_size // groups.tensor_group.size())
         self._temperature = temperature

@@ -51,12 +51,9 @@ class TrainOutcome:
 
 
 def through_schedule(
-    chunks: Sequence[torch.nn.Module],
-    batches: Sequence[TokenBatch],
-    forward: Forward,
-    read: Callable[[torch.Tensor, TokenBatch], Any],
-    forward_only: bool = False,
-) -> list[Any]:
+    chunks: Sequence[torch.nn.Module], batches: Sequence[TokenBatch], forward: Forward,
+    read: Callable[[torch.Tensor, TokenBatch], Any], forward_only: bool = False,
+) -> list[Any]:  # fmt: skip
     """Run forward and backward passes of all ``batches``; collective over the stages of a model copy.
 
     Args:

@@ -22,14 +22,9 @@ MARGIN = 0.1
 
 
 def plan_cache(
-    sequence: int,
-    sequences: int,
-    asked: int | None,
-    free: int,
-    in_rollouts: int,
-    in_training: int,
+    sequence: int, sequences: int, asked: int | None, free: int, in_rollouts: int, in_training: int,
     share: float | None = None,
-) -> tuple[int, bool]:
+) -> tuple[int, bool]:  # fmt: skip
     """Plan the bytes of a KV cache: what the largest batch needs, at most ``asked``, at most what fits; in the log.
 
     Args:
@@ -78,15 +73,10 @@ class CacheResidency:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        memory: DeviceMemory,
-        training_need: int,
-        agree: Callable[[bool], bool] = lambda flag: flag,
-        updates: Callable[[], int] = lambda: 0,
-        forget_graphs: Callable[[], None] = lambda: None,
-        leaving: LeavingOf = Leaving,
-    ) -> None:
+        self, tensors: Sequence[torch.Tensor], memory: DeviceMemory, training_need: int,
+        agree: Callable[[bool], bool] = lambda flag: flag, updates: Callable[[], int] = lambda: 0,
+        forget_graphs: Callable[[], None] = lambda: None, leaving: LeavingOf = Leaving,
+    ) -> None:  # fmt: skip
         """Args:
         tensors: all of the cache, with all views; nothing else may lie in their storages.
         training_need: bytes an update takes beyond what is allocated between the phases; an estimate

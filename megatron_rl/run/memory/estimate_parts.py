@@ -40,13 +40,9 @@ NO_STATE = TrainingState(0, 0, 0, 0, 0)
 
 
 def training_state(
-    config: RLConfig,
-    layout: ModelLayout,
-    copies: int,
-    world_size: int,
-    lora: Lora | None = None,
+    config: RLConfig, layout: ModelLayout, copies: int, world_size: int, lora: Lora | None = None,
     on_another: bool = False,
-) -> TrainingState:
+) -> TrainingState:  # fmt: skip
     """Return the bytes of a rank with ``layout``, whose weights ``copies`` ranks have. With ``lora`` all but adapters
     is frozen, and with ``on_another`` that is another model's.
     """

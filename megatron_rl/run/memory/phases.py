@@ -48,12 +48,8 @@ class Phases:
     """Sizes the KV cache, and hands the memory over between rollouts, updates and saves."""
 
     def __init__(
-        self,
-        config: RLConfig,
-        policy: PolicyModel,
-        groups: ParallelGroups,
-        quantization: RolloutQuantization,
-    ) -> None:
+        self, config: RLConfig, policy: PolicyModel, groups: ParallelGroups, quantization: RolloutQuantization,
+    ) -> None:  # fmt: skip
         """Collective over the job: ranks that share a device share its memory."""
         self.quantization = quantization
         self._config = config
@@ -259,12 +255,9 @@ class Training:
     """The memory of training, and which of it rollouts do without."""
 
     def __init__(
-        self,
-        config: RLConfig,
-        optimization: Optimization,
-        critic: Optimization | None,
+        self, config: RLConfig, optimization: Optimization, critic: Optimization | None,
         quantization: RolloutQuantization,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.optimization = optimization
         self.policy = Holdings(optimization)
         self.critic = None if critic is None else Holdings(critic, with_weights=True)  # no rollout reads any of it

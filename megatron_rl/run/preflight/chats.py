@@ -196,9 +196,7 @@ def _faults(
         reader.close()
 
 
-def _render(
-    tokenizer: Tokenizer, environment: str, chats: Mapping[str, Sequence[Message]], writer: Connection
-) -> None:
+def _render(tokenizer: Tokenizer, environment: str, chats: Mapping[str, Sequence[Message]], writer: Connection) -> None:
     """In the process."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, resource.RLIM_INFINITY))
