@@ -153,19 +153,10 @@ def open_run(
         closing.callback(checkpoints.abandon)
         closing.callback(reporter.close)
         yield Run(
-            config=config,
-            groups=groups,
-            policy=policy,
-            phases=Phases(config, policy, groups, quantization),
-            tokenizer=tokenizer,
-            environments=environments,
-            checkpoints=checkpoints,
-            directory=directory,
-            reporter=reporter,
-            timer=timer,
-            stop=stop,
-            closing=closing,
-        )
+            config=config, groups=groups, policy=policy, phases=Phases(config, policy, groups, quantization),
+            tokenizer=tokenizer, environments=environments, checkpoints=checkpoints, directory=directory,
+            reporter=reporter, timer=timer, stop=stop, closing=closing,
+        )  # fmt: skip
         dist.barrier()  # nobody stops the environment server while another rank still grades
 
 

@@ -114,12 +114,9 @@ def open_environments(config: RLConfig, groups: ParallelGroups, directory: RunDi
         server, problem = None, ""
         if groups.rank == first:
             process = EnvironmentServerProcess(
-                settings.langrl_env_config,
-                folder,
-                port=settings.rl_environment_port,
-                start_timeout=settings.rl_environment_load_timeout,
-                harness_processes=settings.rl_harness_processes,
-            )
+                settings.langrl_env_config, folder, port=settings.rl_environment_port,
+                start_timeout=settings.rl_environment_load_timeout, harness_processes=settings.rl_harness_processes,
+            )  # fmt: skip
             try:
                 server = stack.enter_context(process)
             except EnvironmentFault as error:

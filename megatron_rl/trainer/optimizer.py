@@ -163,20 +163,13 @@ class Schedule:
         self._first = 1 if schedule.lr_decay_style == "inverse-square-root" else 0
         after_one_step = schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) / max(warmup, 1)
         self._megatron = OptimizerParamScheduler(
-            optimizer,
-            init_lr=schedule.lr_warmup_init if self._first else after_one_step,
-            max_lr=peak,
-            min_lr=schedule.min_lr,
-            lr_warmup_steps=max(warmup - 1 + self._first, 0),
-            lr_decay_steps=config.lr_decay_steps,
-            lr_decay_style=schedule.lr_decay_style,
-            start_wd=config.optimizer.weight_decay,
-            end_wd=config.optimizer.weight_decay,
-            wd_incr_steps=config.lr_decay_steps,
-            wd_incr_style="constant",
-            wsd_decay_steps=config.lr_wsd_decay_steps or None,
-            lr_wsd_decay_style=schedule.lr_wsd_decay_style,
-        )
+            optimizer, init_lr=schedule.lr_warmup_init if self._first else after_one_step, max_lr=peak,
+            min_lr=schedule.min_lr, lr_warmup_steps=max(warmup - 1 + self._first, 0),
+            lr_decay_steps=config.lr_decay_steps, lr_decay_style=schedule.lr_decay_style,
+            start_wd=config.optimizer.weight_decay, end_wd=config.optimizer.weight_decay,
+            wd_incr_steps=config.lr_decay_steps, wd_incr_style="constant",
+            wsd_decay_steps=config.lr_wsd_decay_steps or None, lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+        )  # fmt: skip
         self.go_to(finished_steps=0)
 
     def go_to(self, finished_steps: int) -> None:

@@ -141,18 +141,12 @@ def _sample(number: int, sequence: Branch, part: Part, sample_id: int) -> Sample
     for start, end in completion.environment_spans:
         mask[prompt + start : prompt + end] = False
     return Sample(
-        token_ids=torch.tensor(sequence.prompt_ids + completion.token_ids),
-        loss_mask=mask,
+        token_ids=torch.tensor(sequence.prompt_ids + completion.token_ids), loss_mask=mask,
         inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
-        versions=versions.repeat_interleave(counts),
-        routing=completion.routing,
-        reward=part.reward,
-        sample_id=sample_id,
-        sequence=number,
-        first_sequence=part.first,
-        tokens_elsewhere=part.num_written - completion.num_written,
-        truncated=completion.finish_reason == "length",
-    )
+        versions=versions.repeat_interleave(counts), routing=completion.routing, reward=part.reward,
+        sample_id=sample_id, sequence=number, first_sequence=part.first,
+        tokens_elsewhere=part.num_written - completion.num_written, truncated=completion.finish_reason == "length",
+    )  # fmt: skip
 
 
 def turn_rows(row: int, part: Part) -> list[Row]:

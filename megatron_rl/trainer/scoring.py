@@ -137,19 +137,11 @@ class Scorer(PackedForward):
             tied = gpt.share_embeddings_and_output_weights
             weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         logprobs, entropies = selected_logprobs(
-            output,
-            batch.samples.token_ids,
-            batch.packing.position_ids,
-            vocab_size=self._policy.vocab_size,
-            weight=weight,
-            temperature=self._temperature,
-            vocab_start=self._vocab_start,
-            tensor_group=self._tensor_group,
-            entropy=entropy,
-            share=batch.packing.share,
-            context_group=self.groups.context_group,
-            overwrite=True,
-        )
+            output, batch.samples.token_ids, batch.packing.position_ids, vocab_size=self._policy.vocab_size,
+            weight=weight, temperature=self._temperature, vocab_start=self._vocab_start,
+            tensor_group=self._tensor_group, entropy=entropy, share=batch.packing.share,
+            context_group=self.groups.context_group, overwrite=True,
+        )  # fmt: skip
         return replace(batch, current_logprobs=logprobs, entropy=entropies)
 
     @torch.no_grad()

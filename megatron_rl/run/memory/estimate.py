@@ -136,15 +136,11 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         own, of_values = critic_lora_of(config), config.layout(vocab_size, stage, head="value")
         critic = training_state(config, of_values, copies, world_size, own, on_another=own is not None)
     sizes = Sizes(
-        world_size=world_size,
-        replicas=config.data_parallel_size(world_size),
-        copies=copies,
-        vocab_size=vocab_size,
+        world_size=world_size, replicas=config.data_parallel_size(world_size), copies=copies, vocab_size=vocab_size,
         padded_vocab_size=layout.padded_vocab_size,
         parameters=sum(math.prod(parameter.shape) for parameter in whole.parameters),
-        parameters_per_rank=policy.numbers,
-        cache_slots=_cache_slots(config),
-    )
+        parameters_per_rank=policy.numbers, cache_slots=_cache_slots(config),
+    )  # fmt: skip
     number, keeps = 2 if config.precision.bf16 else FP32, config.rollout.rl_keep_in_rollouts
     offloads = config.rollout.rl_offload_optimizer_during_inference
     waits_on_host = offloads and sizes.cache_slots > 0
