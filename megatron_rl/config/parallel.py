@@ -123,9 +123,9 @@ class KernelConfig:
     @property
     def graphs_after(self) -> int | None:
         """Eager decode steps before a GPU captures graphs: 0 if the user asks for them; None: they are switched off."""
-        if self.enable_cuda_graph or self.cuda_graph_impl == "local":
-            return 0
-        return None if self.enable_cuda_graph is False or self.cuda_graph_impl == "none" else GRAPHS_AFTER
+        by_impl = {"local": True, "none": False}.get(self.cuda_graph_impl)
+        asked = by_impl if self.enable_cuda_graph is None else self.enable_cuda_graph
+        return GRAPHS_AFTER if asked is None else 0 if asked else None
 
     @property
     def keeps_graphs(self) -> bool:

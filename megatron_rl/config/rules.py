@@ -170,7 +170,7 @@ def _notes_on_graphs(config: RLConfig) -> Iterator[str]:
             "local captures the rollouts' decode step"
         )
     if kernels.rl_persist_cuda_graphs and kernels.graphs_after is None:
-        yield "--rl-persist-cuda-graphs has no effect without --enable-cuda-graph: there are no graphs to keep"
+        yield "--rl-persist-cuda-graphs has no effect: without CUDA graphs there are none to keep"
     if kernels.graphs_after == 0 and (reason := why_uncaptured(config)):
         yield f"--enable-cuda-graph has no effect: {reason}"
 

@@ -50,6 +50,6 @@ def test_backends_and_pages_have_no_notes_but_a_rounded_cache_has_in_unquantised
 
 def test_graphs_are_kept_only_where_there_are_some() -> None:
     (line,) = notes(parse_config(["--rl-persist-cuda-graphs", "--no-enable-cuda-graph"]))
-    assert line.startswith("--rl-persist-cuda-graphs has no effect without --enable-cuda-graph")
+    assert line.startswith("--rl-persist-cuda-graphs has no effect: without CUDA graphs")
     for more in ([], ["--enable-cuda-graph"], ["--cuda-graph-impl", "local"]):
         assert notes(parse_config(["--rl-persist-cuda-graphs", *more])) == []

@@ -272,6 +272,7 @@ FP8_LAYERS = {
         ({"cuda_graph_impl": "local", "inference_num_cuda_graphs": 3}, (3, 0)),
         ({"cuda_graph_impl": "none"}, None),
         ({"cuda_graph_impl": "none", "enable_cuda_graph": True}, (16, 0)),
+        ({"cuda_graph_impl": "local", "no_enable_cuda_graph": True}, None),
         ({"cuda_graph_impl": "transformer_engine"}, (16, 128)),
         ({"num_experts": 4, "add_qkv_bias": False}, (16, 128)),
         ({"num_experts": 4, "add_qkv_bias": False, "no_moe_grouped_gemm": True}, None),
