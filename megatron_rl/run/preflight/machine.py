@@ -183,7 +183,7 @@ def determinism_lines(config: RLConfig, kept: bool) -> Iterator[str]:
     for name, wanted in cuda.environment_for(config.kernels.batch_invariant_mode).items():
         own = os.environ.get(name, wanted)
         if own not in (wanted, ":16:8") and name.startswith("NCCL_") is kept:  # cuBLAS is deterministic with that too
-            then = "and is kept: sums over GPUs may not repeat their bits" if kept else "with which it raises; unset it"
+            then = "and is kept: sums over GPUs may not repeat their bits" if kept else "with which it fails; unset it"
             yield f"{mode} sets {name}={wanted}, where it is {own or 'empty'}, {then}"
 
 
