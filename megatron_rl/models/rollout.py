@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.plan import AttentionPlan, PackedPlan
-from megatron_rl.models.blocks import BLOCKS
+from megatron_rl.models.blocks import BLOCKS, weight_of
 from megatron_rl.models.rollout_ops import Pending, RolloutOps, ScaledEmbedding, TorchNorm, is_rms, rollout_product
 from megatron_rl.platform.megatron import inference_flag
 
@@ -114,14 +114,12 @@ class RolloutLayer(TransformerLayer):
 
         output, attention = None, functools.partial(self.self_attention, attention_mask=None, packed_seq_params=plan)
         for norm, block in ((self.input_layernorm, attention), (self.pre_mlp_layernorm, self.mlp)):
-            hidden, normed = SumAndNorm.apply(hidden, output, norm.weight, norm.eps)
+            hidden, normed = SumAndNorm.apply(hidden, output, weight_of(norm), norm.eps)
             output, bias = block(normed)
             output = output if bias is None else output + bias
         return hidden + output
 
-    def decode(
-        self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan
-    ) -> tuple[torch.Tensor, Pending]:
+    def decode(self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan) -> tuple[torch.Tensor, Pending]:
         """Return the residual stream ``[T, hidden]`` and what is still to be added to it, before and after the layer.
 
         For evaluation without gradients only. Adding is left to the norm that follows, so that a kernel can do both.
@@ -194,8 +192,6 @@ class RolloutForward:
         # Twice: the layers take it from the first place, and megatron's way through fp8 zeroes padding in the second.
         gpt.set_input_tensor(hidden)
         with inference_flag():
-            leaving = gpt(
-                ids, positions[None], None, hidden, inference_context=self._plan, runtime_gather_output=True
-            )
+            leaving = gpt(ids, positions[None], None, hidden, inference_context=self._plan, runtime_gather_output=True)
         gpt.set_input_tensor(None)  # the hidden states of a prompt would lie there during the update
         return leaving.view(-1, leaving.shape[-1])

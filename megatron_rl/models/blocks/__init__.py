@@ -75,4 +75,11 @@ def cut_by_heads(tensors: dict[str, Any], prefix: str, offsets: tuple[Any, ...])
     return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), offsets)
 
 
+def weight_of(norm: torch.nn.Module) -> torch.nn.Parameter:
+    """Return a norm's weight for a kernel; hooks, as those of `--overlap-param-gather`, wait until it has arrived."""
+    for hook in norm._forward_pre_hooks.values():
+        hook(norm, ())
+    return norm.weight
+
+
 BLOCKS: Registry[type[Block]] = Registry("block of a layer", "megatron_rl.models.blocks", "BLOCK")

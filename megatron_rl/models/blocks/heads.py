@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.families import LayerKind
 from megatron_rl.models.attention.plan import PackedPlan
 from megatron_rl.models.attention.self_attention import PlannedSelfAttention
-from megatron_rl.models.blocks import Block, cut_by_heads
+from megatron_rl.models.blocks import Block, cut_by_heads, weight_of
 from megatron_rl.models.rollout_ops import (
     LinearInput,
     NormAcrossHeads,
@@ -97,7 +97,7 @@ class HeadAttention(Block, PlannedSelfAttention):
         mixed, _ = self._mixed(hidden_states)
         if plan.places is None:
             plan.places = torch.arange(len(mixed), device=mixed.device)
-        weights = (norm and norm.weight for norm in self._norms)
+        weights = (norm and weight_of(norm) for norm in self._norms)
         return RotatedHeads.apply(mixed, turn, plan.places, self._norms, *weights)
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
@@ -114,31 +114,20 @@ class HeadAttention(Block, PlannedSelfAttention):
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         return Pending(mixed.view(mixed.shape[0], groups, -1, width), bias)
 
-    def _heads(
-        self, normed: LinearInput, plan: RolloutPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _heads(self, normed: LinearInput, plan: RolloutPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
-        if not self._rotates_together:
-            query, key, value = self._split(normed)
-            return plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind), value
+        if self.reader is None:  # megatron's own way, which takes no activations packed for a quantised product
+            return self.rotated(normed[:, None], plan)
         mixed, _ = self._mixed(normed)
-        turned = plan.rotate(mixed[:, :, :-1], self.kind)  # queries and keys in one go
-        query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, mixed.shape[-1])
-        return query, turned[:, :, -1].unsqueeze(1), mixed[:, :, -1].unsqueeze(1)
-
-    def _split(self, normed: LinearInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[T, hidden]`` -> query, key and value, ``[T, 1, heads, D]`` each, normed and not rotated.
-
-        megatron's own way takes no activations that are packed for a quantised product.
-        """
-        if self.reader is None:
-            return self.get_query_key_value_tensors(normed[:, None])
-        mixed, _ = self._mixed(normed)
-        query = mixed[:, :, :-2].reshape(mixed.shape[0], 1, -1, mixed.shape[-1])
-        key, value = mixed[:, :, -2].unsqueeze(1), mixed[:, :, -1].unsqueeze(1)
+        both, value = mixed[:, :, :-1], mixed[:, :, -1].unsqueeze(1)
+        if self._rotates_together:
+            both = plan.rotate(both, self.kind)
+        query, key = both[:, :, :-1].reshape(len(mixed), 1, -1, mixed.shape[-1]), both[:, :, -1].unsqueeze(1)
+        if self._rotates_together:
+            return query, key, value
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query, key, value
+        return plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind), value
 
 
 BLOCK = HeadAttention

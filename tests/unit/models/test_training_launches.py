@@ -85,6 +85,21 @@ def launches(layers: int, changes: dict[str, Any]) -> Counter[str]:
     return seen
 
 
+def test_kernels_wait_for_the_weights_of_norms(one_rank: object) -> None:
+    """With `--overlap-param-gather` hooks ahead of each module wait for its parameters."""
+    policy = tiny_policy(tiny_config(bf16=True, num_layers=1, **MODELS["normed"]))
+    plan, waited = meta_plan(policy), Counter[str]()
+    for name, module in policy.gpt.decoder.layers[0].named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_pre_hook(lambda *_, name=name: waited.update([name]))
+    ids = torch.zeros(1, 6, dtype=torch.int64, device=META)
+    with counted() as seen:
+        policy.gpt(ids, ids, None, packed_seq_params=plan)
+    assert seen["add_norm_kernel"] == 2 and seen["rotate_store_kernel"] == 1
+    norms = ("input_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm")
+    assert waited == dict.fromkeys(norms, 1)
+
+
 def of_a_layer(changes: dict[str, Any]) -> Counter[str]:
     """What a pass launches once drops out."""
     return launches(3, changes) - launches(2, changes)
