@@ -180,6 +180,8 @@ def build_model(
     """
     _fix_orders_of_sums(config, platform)
     transformer_config = build_transformer_config(config, platform)
+    # Later, as megatron's own mode would want its attention: `rollout_ops.is_thin` looks at it.
+    transformer_config.batch_invariant_mode = config.kernels.batch_invariant_mode
     groups = current_groups()
     layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
     if len({layer.cache for layer in layout.key_layers}) > 1:  # one shape is tried, and given to megatron's own engine

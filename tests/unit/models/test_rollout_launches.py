@@ -122,6 +122,11 @@ def test_thin_products_of_bf16_are_switched_on(one_rank: object, monkeypatch: py
     assert seen["thin_kernel"] == 4 and not {"mm", "matmul"} & seen.keys()
 
 
+def test_the_mode_is_known_to_linears(one_rank: object) -> None:
+    layer = tiny_policy(tiny_config(bf16=True, batch_invariant_mode=True)).layers[0]
+    assert layer.mlp.linear_fc1.config.batch_invariant_mode, "thin products have other bits than training"
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
