@@ -24,14 +24,9 @@ _PIECE = 1024
 
 
 def add_norm(
-    residual: torch.Tensor,
-    output: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    packing: Packing | None,
-    summed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | PackedActivations]:
+    residual: torch.Tensor, output: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor,
+    epsilon: float, packing: Packing | None, summed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | PackedActivations]:  # fmt: skip
     """Return ``output + bias + residual`` [T, hidden], in ``output`` or ``summed``, and ``rms_norm`` of it, the same.
 
     Without ``output`` the sum is ``residual`` itself. Rounded to the dtype where eager torch rounds: after each sum
@@ -221,15 +216,13 @@ def rotate_store(
     them, [T] int64. Rounded where eager torch rounds.
     """
     tokens, groups, heads, width = mixed.shape
-    half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
     query = mixed.new_empty(tokens, 1, groups * (heads - 2), width)
     norms = (None, None, 0.0) if query_norm is None else (query_norm.weight, key_norm.weight, query_norm.eps)
-    heads_block = triton.next_power_of_2(heads)
+    heads_block, block = triton.next_power_of_2(heads), triton.next_power_of_2(width)
     rotate_store_kernel[(tokens, groups)](
         mixed, bias, cos, sin, *norms, query, keys, values, cells, key_scales, value_scales, *mixed.stride()[:3],
-        groups, SHARE=heads - 2, WIDTH=width, HALF=half, HEADS=heads_block,
-        HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
-        num_warps=min(max(heads_block * triton.next_power_of_2(width) // 512, 1), 8), **dependent(),
+        groups, SHARE=heads - 2, WIDTH=width, HALF=cos.shape[-1] // 2, HEADS=heads_block, BLOCK=block,
+        num_warps=min(max(heads_block * block // 512, 1), 8), **dependent(),
     )  # fmt: skip
     return query
 
@@ -239,41 +232,33 @@ def rotate_store(
 def rotate_store_kernel(
     mixed, bias, cos, sin, query_norm, key_norm, epsilon, query, keys, values, cells, key_scales, value_scales,
     token_stride, group_stride, head_stride, groups,
-    SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+    SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Rotate and store; one program per token and group. Heads are two rotated halves and a rest that is not."""
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    head, near = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
-    in_half, far = near < HALF, near + HALF
-    beyond = tl.arange(0, REST_BLOCK)[None, :] + 2 * HALF
-    in_rest = beyond < WIDTH
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside, turns = column < WIDTH, column < 2 * HALF
+    partner = tl.where(column < HALF, column + HALF, column - HALF)
     is_real = head < SHARE + 2
-    dtype = mixed.dtype.element_ty
     source = mixed + token * token_stride + group * group_stride + head * head_stride
     first = (group * (SHARE + 2) + head) * WIDTH
-    left = _with_bias(source + near, bias, first + near, is_real & in_half, mixed)
-    right = _with_bias(source + far, bias, first + far, is_real & in_half, mixed)
-    rest = _with_bias(source + beyond, bias, first + beyond, is_real & in_rest, mixed)
+    numbers = _with_bias(source + column, bias, first + column, is_real & inside, mixed)
+    others = _with_bias(source + partner, bias, first + partner, is_real & turns, mixed)
     if query_norm is not None:
-        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1) + tl.sum(rest * rest, 1)
-        inverse = tl.rsqrt(squares / WIDTH + epsilon)[:, None]
-        left = _normed(left, inverse, query_norm, key_norm, near, in_half, mixed, head, SHARE)
-        right = _normed(right, inverse, query_norm, key_norm, far, in_half, mixed, head, SHARE)
-        rest = _normed(rest, inverse, query_norm, key_norm, beyond, in_rest, mixed, head, SHARE)
-    angles = token * 2 * HALF
-    turned_left = _turned(left, right, cos + angles + near, sin + angles + near, in_half, mixed)
-    turned_right = _turned(right, left, cos + angles + far, sin + angles + far, in_half, mixed)
-    left = tl.where(head <= SHARE, turned_left, left).to(dtype)
-    right = tl.where(head <= SHARE, turned_right, right).to(dtype)
-    rest = rest.to(dtype)
-    place = ((token * groups + group) * SHARE + head) * WIDTH
-    _write(left, right, rest, query, place, None, group, head < SHARE, near, far, beyond, in_half, in_rest)
-    cell = (tl.load(cells + token) * groups + group) * WIDTH + head * 0
-    _write(left, right, rest, keys, cell, key_scales, group, head == SHARE, near, far, beyond, in_half, in_rest)
-    _write(left, right, rest, values, cell, value_scales, group, head == SHARE + 1, near, far, beyond, in_half, in_rest)
+        inverse = tl.rsqrt(tl.sum(numbers * numbers, 1) / WIDTH + epsilon)[:, None]
+        numbers = _normed(numbers, inverse, query_norm, key_norm, column, inside, mixed, head, SHARE)
+        others = _normed(others, inverse, query_norm, key_norm, partner, turns, mixed, head, SHARE)
+    angle = token * 2 * HALF + column
+    turned = rotated(numbers, others, cos + angle, sin + angle, turns, mixed)
+    numbers = tl.where((head <= SHARE) & turns, turned, numbers).to(mixed.dtype.element_ty)
+    place = ((token * groups + group) * SHARE + head) * WIDTH + column
+    tl.store(query + place, numbers, mask=(head < SHARE) & inside)
+    cell = (tl.load(cells + token) * groups + group) * WIDTH + column + head * 0
+    tl.store(keys + cell, _stored(numbers, keys, key_scales, group), mask=(head == SHARE) & inside)
+    tl.store(values + cell, _stored(numbers, values, value_scales, group), mask=(head == SHARE + 1) & inside)
 
 
 @triton.jit
@@ -294,18 +279,11 @@ def _normed(numbers, inverse, query_norm, key_norm, column, inside, mixed, head,
 
 
 @triton.jit
-def _turned(numbers, others, cos, sin, inside, mixed):
+def rotated(numbers, others, cos, sin, inside, mixed):
+    """Rotate ``numbers``, whose partners are ``others``; one product is rounded to the dtype, as in eager torch."""
     along = numbers * tl.load(cos, mask=inside, other=0.0).to(tl.float32)
     across = others * tl.load(sin, mask=inside, other=0.0).to(tl.float32)
     return along.to(mixed.dtype.element_ty).to(tl.float32) + across
-
-
-@triton.jit
-def _write(left, right, rest, to, place, scales, group, chosen, near, far, beyond, in_half, in_rest):
-    """The heads that are ``chosen``, in the numbers of ``to``."""
-    tl.store(to + place + near, _stored(left, to, scales, group), mask=chosen & in_half)
-    tl.store(to + place + far, _stored(right, to, scales, group), mask=chosen & in_half)
-    tl.store(to + place + beyond, _stored(rest, to, scales, group), mask=chosen & in_rest)
 
 
 @triton.jit

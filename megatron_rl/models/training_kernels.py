@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.models.kernels import _turned, add_norm, rotate_store
+from megatron_rl.models.kernels import add_norm, rotate_store, rotated
 
 PROGRAMS = 1024
 """Of a gradient; each goes over several rows and has a row of the first step's sums."""
@@ -129,7 +129,7 @@ def heads_gradient_kernel(
         row, angle = (first + step) * groups + group, (first + step) * WIDTH + column
         slope = _slope(of_query, of_key, of_value, row, head, column, inside, SHARE, WIDTH)
         across = _slope(of_query, of_key, of_value, row, head, other, inside, SHARE, WIDTH)
-        turned = _turned(slope, -across, cos + angle, sin + angle, inside, out).to(out.dtype.element_ty)
+        turned = rotated(slope, -across, cos + angle, sin + angle, inside, out).to(out.dtype.element_ty)
         slope = tl.where(head > SHARE, slope, turned.to(tl.float32))
         place = (row * (SHARE + 2) + head) * WIDTH + column
         inside = inside & (head < SHARE + 2)

@@ -141,7 +141,7 @@ def test_rotation_and_cache(normed, codes, biased):
     stored, scales = ("*u8", "*fp32") if codes else ("*bf16", None)
     types = dict.fromkeys(("mixed", "cos", "sin", "query"), "*bf16") | {"cells": "*i64", "epsilon": "fp32"}
     types |= dict.fromkeys(("keys", "values"), stored)
-    constants = {"SHARE": 7, "WIDTH": 128, "HALF": 64, "HEADS": 16, "HALF_BLOCK": 64, "REST_BLOCK": 1}
+    constants = {"SHARE": 7, "WIDTH": 128, "HALF": 64, "HEADS": 16, "BLOCK": 128}
     for names, kind in ((("key_scales", "value_scales"), scales), (("query_norm", "key_norm"), "*bf16" * normed),
                         (("bias",), "*bf16" * biased)):  # fmt: skip
         types |= dict.fromkeys(names, kind) if kind else {}
