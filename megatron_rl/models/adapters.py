@@ -50,7 +50,7 @@ class Adapter(torch.nn.Module):
         """Yield each A and B of this rank and what it is in the whole model; of a stack views of the single experts."""
         for index, part in enumerate(self.parts):
             for described, values in ((part.a, self.lora_a), (part.b, self.lora_b)):
-                yield described, values if values.dim() == 2 else _expert_of(values, index)
+                yield described, values if values.dim() == 2 else expert_of(values, index)
 
     def merged(self, weight: torch.Tensor, expert: int | None = None) -> torch.Tensor:
         """Return W + s B A in fp32, [outputs, inputs] of this rank; ``weight`` as it is where the adapter is off.
@@ -204,7 +204,8 @@ def _mark(values: torch.Tensor, like: torch.Tensor, is_own: bool, dimension: int
     values.allreduce = getattr(like, "allreduce", True)
 
 
-def _expert_of(stack: torch.nn.Parameter, index: int) -> torch.nn.Parameter:
+def expert_of(stack: torch.nn.Parameter, index: int) -> torch.nn.Parameter:
+    """Return a view of one expert's part of ``stack``, with megatron's marks."""
     part = torch.nn.Parameter(stack.detach()[index], requires_grad=False)
     set_tensor_model_parallel_attributes(
         part, stack.tensor_model_parallel, stack.partition_dim - 1, stack.partition_stride

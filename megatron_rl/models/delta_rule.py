@@ -45,14 +45,14 @@ class DeltaInputs(NamedTuple):
 class Chunks:
     """Where the tokens of a packed batch lie in its chunks, and in the line that the convolution runs over."""
 
+    active: tuple[int, ...]
+    """Sequences that have a chunk in each step; chunks lie step by step."""
     tokens: torch.Tensor
     """[chunks, size] int64: the token in each cell, 0 where there is none."""
     is_token: torch.Tensor
     """[chunks, size] bool."""
     cell: torch.Tensor
     """[T] int64: the cell of each token."""
-    active: tuple[int, ...]
-    """Sequences that have a chunk in each step; chunks lie step by step."""
     order: torch.Tensor
     """[B] int64: the longest sequence first."""
     place: torch.Tensor
@@ -94,8 +94,7 @@ class Chunks:
             tokens.where(is_token, 0), is_token, cell, rank, rank.argsort(), line, on_line,
             ends[:, None] - taps + torch.arange(taps),
         )  # fmt: skip
-        tokens, is_token, cell, rank, place, line, on_line, ends = (to_device(one, device, one.dtype) for one in found)
-        return cls(tokens, is_token, cell, active, rank, place, line, on_line, ends)
+        return cls(active, *(to_device(one, device, one.dtype) for one in found))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ megatron's `TEGroupedMLP`, of tokens that are padded alike.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from megatron.core.fp8_utils import get_fp8_context
 from torch.func import functional_call
 from transformer_engine.pytorch import Fp8Padding, Fp8Unpadding, GroupedLinear
 
+from megatron_rl.models import changed
 from megatron_rl.models.blocks.experts import GroupedExperts
 from megatron_rl.models.expert_ops import Dispatched, ExpertOps
 from megatron_rl.quantization.copies import StackedLinear, runs_quantized
@@ -84,10 +84,5 @@ class EngineExperts(GroupedExperts):
         output, _ = self.forward(given.rows[:count], sizes, given.shares[:count])
         return functional.pad(output, (0, 0, 0, len(given.rows) - count))
 
-    @contextlib.contextmanager
-    def _told(self, sizes: list[int]) -> Iterator[None]:
-        self.linear_fc1.sizes = self.linear_fc2.sizes = sizes
-        try:
-            yield
-        finally:
-            self.linear_fc1.sizes = self.linear_fc2.sizes = None
+    def _told(self, sizes: list[int]) -> AbstractContextManager[None]:
+        return changed("sizes", {self.linear_fc1: sizes, self.linear_fc2: sizes})

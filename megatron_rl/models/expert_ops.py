@@ -49,15 +49,10 @@ class ExpertOps:
 
     def route(self, tokens: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:
         """Map ``tokens`` [T, hidden] to shares fp32 and numbers of their experts, [T, k] each, largest first."""
-        top_k, over_all, is_plain = router.topk, router.config.moe_router_pre_softmax, is_softmax(router.config)
-        if not self._fused or not is_plain:
-            logits = router.gating(tokens)
-            if not is_plain:
-                return _scored(logits, router)
-            if over_all:
-                return logits.softmax(-1).topk(top_k, 1)
-            logits, chosen = logits.topk(top_k, 1)
-            return logits.softmax(-1), chosen
+        config = router.config
+        is_known = config.moe_router_score_function == "softmax" and config.moe_router_topk_scaling_factor is None
+        if not (self._fused and is_known):
+            return _scored(router.gating(tokens), router)
         from megatron_rl.models.expert_kernels import route
 
         weight = router.weight.t()
@@ -65,15 +60,10 @@ class ExpertOps:
             logits = torch.mm(tokens, weight, out_dtype=torch.float32)
         else:
             logits = torch.mm(tokens.float(), weight.float())
-        return route(logits, router.bias, top_k, over_all)
+        return route(logits, router.bias, router.topk, config.moe_router_pre_softmax)
 
     def dispatch(
-        self,
-        tokens: torch.Tensor,
-        shares: torch.Tensor,
-        chosen: torch.Tensor,
-        experts: int,
-        reader: torch.nn.Module,
+        self, tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, experts: int, reader: torch.nn.Module
     ) -> Dispatched:
         """Sort by expert, for the product ``reader``; an expert from ``experts`` on is another rank's."""
         if self._fused:
@@ -104,11 +94,6 @@ class ExpertOps:
 
             return combine(output, dispatched.way_back)
         return unpermute(output, dispatched.way_back, (tokens + 1, output.shape[1]))[:tokens]
-
-
-def is_softmax(config: TransformerConfig) -> bool:
-    """Return whether the router is one of those that the kernel knows."""
-    return config.moe_router_score_function == "softmax" and config.moe_router_topk_scaling_factor is None
 
 
 def _scored(logits: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:

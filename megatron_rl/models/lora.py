@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import Parameter
 from megatron_rl.families.lora import Lora, LowRank, adapters_of
+from megatron_rl.models import changed
 from megatron_rl.models.adapters import LinearAdapter, StackAdapter, adapters_in, attach
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import part_of, seed_of
@@ -56,9 +57,7 @@ def adapt(policy: PolicyModel, config: RLConfig, lora: Lora, groups: ParallelGro
                 f"{policy.num_parameters - size:,}")  # fmt: skip
 
 
-def _attach(
-    linear: torch.nn.Module, parts: Sequence[LowRank], lora: Lora, seed: int, groups: ParallelGroups
-) -> None:
+def _attach(linear: torch.nn.Module, parts: Sequence[LowRank], lora: Lora, seed: int, groups: ParallelGroups) -> None:
     rows = torch.cat([torch.full((count,), index) for index, count in parts[0].owners])
     owner = part_of(rows, parts[0].b, groups.part_of(parts[0].b))
     kind = StackAdapter if isinstance(linear, StackedLinear) else LinearAdapter
@@ -80,14 +79,6 @@ def _with_gradient(_: torch.nn.Module, given: object, output: torch.Tensor) -> t
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-@contextlib.contextmanager
-def without_adapters(policy: PolicyModel) -> Iterator[None]:
+def without_adapters(policy: PolicyModel) -> AbstractContextManager[None]:
     """Enter a block in which the model is the one that the adapters were attached to."""
-    adapters = [adapter for gpt in policy.chunks for adapter in adapters_in(gpt)]
-    for adapter in adapters:
-        adapter.is_on = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.is_on = True
+    return changed("is_on", {adapter: False for gpt in policy.chunks for adapter in adapters_in(gpt)})

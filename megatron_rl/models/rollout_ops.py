@@ -27,10 +27,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.models.expert_ops import ExpertOps, has_plain_swiglu
+from megatron_rl.models.expert_ops import ExpertOps, LinearInput, has_plain_swiglu
 from megatron_rl.models.gradients import rms_norm
 from megatron_rl.quantization.copies import packing_for
-from megatron_rl.quantization.recipe import PackedActivations
 
 WIDE, STRIP, STRIP_ELEMENTS = 2048, 384, 2**18
 LEAST_WORK = 2048  # numbers of a product's input: below them the calls of the strips cost more than they gain
@@ -38,7 +37,6 @@ THIN_PRODUCTS = False
 """Whether decode steps in bf16 on CUDA use `thin_product`: not until ``tools.benchmark.gpu products`` shows a gain."""
 THIN_ROWS, THIN_COLUMNS = 64, 8192
 """Its largest products: cuBLAS, in tiles of 128 x 128, leaves half of an H200's processors idle there."""
-LinearInput = torch.Tensor | PackedActivations
 
 
 class Pending(NamedTuple):
@@ -55,9 +53,7 @@ class TorchNorm(MegatronModule):
     add up the weight's gradient over the tensor-parallel ranks, which each see a slice of tokens.
     """
 
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config=config)
         self.eps = eps
         self.centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
@@ -250,11 +246,7 @@ class RolloutOps:
         self.experts = ExpertOps(fused)
 
     def add_norm(
-        self,
-        residual: torch.Tensor,
-        pending: Pending | None,
-        norm: torch.nn.Module,
-        reader: torch.nn.Module | None,
+        self, residual: torch.Tensor, pending: Pending | None, norm: torch.nn.Module, reader: torch.nn.Module | None
     ) -> tuple[torch.Tensor, LinearInput]:
         """Add ``pending`` to the residual stream, in its memory; return it and its norm as ``reader`` wants it."""
         output, bias = pending or (None, None)

@@ -10,8 +10,8 @@ megatron's own balance losses are the mean over micro-batches, which differ in s
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.models import changed
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -36,14 +37,9 @@ class Routing:
         self.chosen: Tensor | None = None
         """[T, k] int64: the experts of the last forward pass that chose for itself, without gradients."""
 
-    @contextlib.contextmanager
-    def given(self, experts: Tensor | None) -> Iterator[None]:
+    def given(self, experts: Tensor | None) -> AbstractContextManager[None]:
         """Send tokens to ``experts`` [T, k] inside the block; the largest number of their dtype: the router chooses."""
-        self._given = experts
-        try:
-            yield
-        finally:
-            self._given = None
+        return changed("_given", {self: experts})
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
@@ -173,14 +169,9 @@ class BalancedRouter(TopKRouter):
 
     _pass: BalancePass | None = None
 
-    @contextlib.contextmanager
-    def told(self, balance: BalancePass | None) -> Iterator[None]:
+    def told(self, balance: BalancePass | None) -> AbstractContextManager[None]:
         """Enter a block in which forward passes with gradients are of ``balance``."""
-        self._pass = balance
-        try:
-            yield
-        finally:
-            self._pass = None
+        return changed("_pass", {self: balance})
 
     def freeze_bias(self) -> None:
         """Make a parameter without gradient of the router's bias, if it has one.

@@ -20,9 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.algorithms.batch import Packing
 from megatron_rl.algorithms.context import Share, repeated
-from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.attention.backend import PackedKernel
-from megatron_rl.models.attention.plan import PackedPlan, Ropes, given, prepared_for
+from megatron_rl.models.attention.plan import PackedPlan, Ropes, prepared_for
 
 
 @dataclass
@@ -34,14 +33,9 @@ class SharePlan(PackedPlan):
 
     @classmethod
     def of(
-        cls,
-        packing: Packing,
-        ropes: Ropes,
-        dtype: torch.dtype,
-        kernel: PackedKernel,
-        context_group: dist.ProcessGroup,
-        windows: Iterable[int | None] = (None,),
-    ) -> SharePlan:
+        cls, packing: Packing, ropes: Ropes, dtype: torch.dtype, kernel: PackedKernel,
+        context_group: dist.ProcessGroup, windows: Iterable[int | None] = (None,),
+    ) -> SharePlan:  # fmt: skip
         """Make the plan of ``packing``, which has a share; tensors of the model are [W, 1, ...]."""
         share = packing.share
         prepared = {window: prepared_for(window, kernel.spans.prepare, share) for window in windows}
@@ -54,28 +48,22 @@ class SharePlan(PackedPlan):
 class SharedPromptsPlan(SharePlan):
     """The places where sequences share their beginnings."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionPlan`; T is W."""
+    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *prepared: Any) -> torch.Tensor:
+        """See `PackedPlan`; T is W."""
         widths = key.shape[-1], value.shape[-1]
         keys, values = repeated(torch.cat((key, value), -1), self.share.keys).split(widths, -1)
-        return self.kernel.spans.attend(query, keys, values, self.prepared[kind.window], *given(sinks))
+        return self.kernel.spans.attend(query, keys, values, *prepared)
 
 
 class ContextPlan(SharePlan):
     """The parts of sequences that each context-parallel rank has."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionPlan`; T is W. Collective, in the backward pass too."""
+    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *prepared: Any) -> torch.Tensor:
+        """See `PackedPlan`; T is W. Collective, in the backward pass too."""
         kept = _KeysOfAll(key, value, self.share.keys, self.context_group)
         keys, values = _GatheredKeys.apply(key, value, kept)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            output = self.kernel.spans.attend(query, keys, values, self.prepared[kind.window], *given(sinks))
+            output = self.kernel.spans.attend(query, keys, values, *prepared)
         return _GatherAgain.apply(output, kept)
 
 

@@ -6,12 +6,13 @@ depend on how its prompt was cut into chunks, and the trainer can repeat the rou
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
+from megatron_rl.models import changed
 from megatron_rl.quantization.formats import FP8, FP8_MAX, fp8_codes, fp8_numbers, power_of_two
 
 MARGIN = 4.0
@@ -80,17 +81,10 @@ class KVFormat:
         return keys.transpose(1, 2), values.transpose(1, 2)
 
 
-@contextlib.contextmanager
-def rounded_attention(layers: Sequence[torch.nn.Module], kv_format: KVFormat) -> Iterator[None]:
+def rounded_attention(layers: Sequence[torch.nn.Module], kv_format: KVFormat) -> AbstractContextManager[None]:
     """Enter a block in which ``layers`` round keys and values in packed batches as a rollout does."""
-    attentions = [layer.self_attention for layer in layers]
-    try:
-        for index, attention in enumerate(attentions):
-            attention.kv_rounding = functools.partial(kv_format.round_trip, index)
-        yield
-    finally:
-        for attention in attentions:
-            attention.kv_rounding = None
+    rounding = {layer.self_attention: partial(kv_format.round_trip, index) for index, layer in enumerate(layers)}
+    return changed("kv_rounding", rounding)
 
 
 def _scales_of(numbers: torch.Tensor) -> torch.Tensor:

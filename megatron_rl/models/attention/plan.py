@@ -119,16 +119,9 @@ class PackedPlan(PackedSeqParams):
 
     @classmethod
     def build(
-        cls,
-        lengths: Sequence[int],
-        cu_seqlens: torch.Tensor,
-        position_ids: torch.Tensor,
-        ropes: Ropes,
-        dtype: torch.dtype,
-        kernel: PackedKernel,
-        windows: Iterable[int | None] = (None,),
-        **further: Any,
-    ) -> PackedPlan:
+        cls, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, ropes: Ropes,
+        dtype: torch.dtype, kernel: PackedKernel, windows: Iterable[int | None] = (None,), **further: Any,
+    ) -> PackedPlan:  # fmt: skip
         """Build the plan; ``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device.
 
         ``windows`` are those of the layers, None for those without.
@@ -149,4 +142,8 @@ class PackedPlan(PackedSeqParams):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan`; differentiable."""
-        return self.kernel.attend(query, key, value, self.prepared[kind.window], *given(sinks))
+        return self.attended(query, key, value, self.prepared[kind.window], *given(sinks))
+
+    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *prepared: Any) -> torch.Tensor:
+        """Run the kernel, whose last arguments are what it ``prepared``, and the sinks of layers that have them."""
+        return self.kernel.attend(query, key, value, *prepared)

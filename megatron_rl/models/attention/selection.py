@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from megatron_rl.models.attention.backend import (
     NewTokens,
     PackedKernel,
     Requirements,
+    SpanKernel,
 )
 from megatron_rl.models.attention.backends import paged, sdpa
 from megatron_rl.models.attention.kv_format import FP8, KVFormat
@@ -202,17 +203,32 @@ def fault_of_packed(
     kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
 ) -> str | None:
     """Return what is wrong with a kernel for packed batches, in words that follow its name; None if nothing is."""
-    lengths = (1, 37, 64, 5)
+    lengths, plain = (1, 37, 64, 5), sdpa.BACKEND.packed
     borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    inputs, sinks = _random(sum(lengths), (heads, groups, groups), needed, device), _sinks(needed, heads, device)
+    inputs = _random(sum(lengths), (heads, groups, groups), needed, device)
+    fault = _fault_of_batch(kernel, plain, (lengths, borders, positions), inputs, needed)
+    if fault is not None or not needed.spans:
+        return fault
+    # The same of parts of sequences: is the causal mask aligned at the lower right?
+    share = ContextShare.of((1, 37, 64, 6), rank=1, size=2, device=device)
+    queries = _random(share.local.numel(), (heads,), needed, device)
+    keys = _random(share.keys.numel(), (groups, groups), needed, device)
+    return _fault_of_batch(kernel.spans, plain.spans, (share,), (*queries, *keys), needed)
 
-    def run(tried: PackedKernel) -> torch.Tensor:
-        plans = [prepared_for(window, tried.prepare, lengths, borders, positions) for window in _windows(needed)]
+
+def _fault_of_batch(
+    kernel: PackedKernel | SpanKernel, twin: PackedKernel | SpanKernel, batch: tuple[Any, ...],
+    inputs: tuple[torch.Tensor, ...], needed: Requirements,
+) -> str | None:  # fmt: skip
+    """``batch`` is what ``prepare`` is given, ``inputs`` are query, key and value."""
+    sinks = _sinks(needed, inputs[0].shape[2], inputs[0].device)
+
+    def run(tried: PackedKernel | SpanKernel) -> torch.Tensor:
+        plans = [prepared_for(window, tried.prepare, *batch) for window in _windows(needed)]
         return torch.cat([tried.attend(*inputs, plan, *sinks) for plan in plans])
 
-    fault = _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), needed.dtype)
-    return fault or (_fault_of_spans(kernel, needed, heads, groups, device) if needed.spans else None)
+    return _compared(run, kernel, twin, needed.dtype)
 
 
 def _windows(needed: Requirements) -> tuple[int | None, ...]:
@@ -223,22 +239,6 @@ def _windows(needed: Requirements) -> tuple[int | None, ...]:
 def _sinks(needed: Requirements, heads: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """As what attends is given them, from -2 to 2."""
     return (torch.linspace(-2, 2, heads).to(device, needed.dtype),) if needed.sinks else ()
-
-
-def _fault_of_spans(
-    kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
-) -> str | None:
-    """The same of parts of sequences: is the causal mask aligned at the lower right?"""
-    share = ContextShare.of((1, 37, 64, 6), rank=1, size=2, device=device)
-    (query,) = _random(share.local.numel(), (heads,), needed, device)
-    key, value = _random(share.keys.numel(), (groups, groups), needed, device)
-    sinks = _sinks(needed, heads, device)
-
-    def run(tried: PackedKernel) -> torch.Tensor:
-        plans = [prepared_for(window, tried.spans.prepare, share) for window in _windows(needed)]
-        return torch.cat([tried.spans.attend(query, key, value, plan, *sinks) for plan in plans])
-
-    return _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), needed.dtype)
 
 
 def fault_of_cache(
@@ -263,14 +263,14 @@ def fault_of_cache(
             found.append(tried.extend(queries, cache, 0, extend, *sinks))
         return torch.cat(found)
 
-    return _compared(lambda: run(kernel), lambda: run(paged.BACKEND.cache), needed.dtype)
+    return _compared(run, kernel, paged.BACKEND.cache, needed.dtype)
 
 
 @torch.no_grad()
-def _compared(ours: Callable[[], torch.Tensor], twin: Callable[[], torch.Tensor], dtype: torch.dtype) -> str | None:
-    expected = twin().float()
+def _compared(run: Callable[[Any], torch.Tensor], kernel: Any, twin: Any, dtype: torch.dtype) -> str | None:
+    expected = run(twin).float()
     try:
-        difference = (ours().float() - expected).abs().max().item()
+        difference = (run(kernel).float() - expected).abs().max().item()
     except Exception as error:  # noqa: BLE001 - whatever a library or a compiler raises, the run can do without it
         first_line = str(error).strip().partition("\n")[0]
         return f"fails here ({type(error).__name__}: {first_line})"

@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_rl.families import LayerKind
+from megatron_rl.models import changed
+from megatron_rl.models.adapters import expert_of
 from megatron_rl.models.blocks import Block
 from megatron_rl.models.blocks.dense import GatedMLP
 from megatron_rl.models.expert_ops import Dispatched, ExpertOps, LinearInput, activated, adding_in_order
@@ -81,8 +83,7 @@ class ExpertLayer(Block, MoELayer):
         """
         given = getattr(plan, "routing", None)
         with contextlib.ExitStack() as told:
-            told.callback(setattr, self, "_rollout", None)
-            self._rollout = plan if hasattr(plan, "ops") else None
+            told.enter_context(changed("_rollout", {self: plan if hasattr(plan, "ops") else None}))
             told.enter_context(self.router.told(getattr(plan, "balance", None)))
             if self.routing is not None:
                 told.enter_context(self.routing.given(None if given is None else given[self.layer_number]))
@@ -239,11 +240,7 @@ class GroupedExperts(MegatronModule):
         own = [(name, stack) for name, stack in self.named_parameters() if ".adapter." not in name]
         for expert in range(self._count):
             for name, stack in own:
-                part = torch.nn.Parameter(stack.detach()[expert], requires_grad=False)
-                set_tensor_model_parallel_attributes(part, True, stack.partition_dim - 1, stack.partition_stride)
-                if hasattr(stack, "main_grad"):
-                    part.main_grad = stack.main_grad[expert]
-                yield f"local_experts.{expert}.{name}", part
+                yield f"local_experts.{expert}.{name}", expert_of(stack, expert)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -279,10 +276,8 @@ class GroupedExperts(MegatronModule):
                 )
             for expert in range(self._count):  # without content; a loop over the experts asks for it
                 place = (*sharded_offsets, (axis, first + expert, whole))
-                state[f"{prefix}local_experts.{expert}.{name}._extra_state"] = (
-                    make_sharded_object_for_checkpoint(
-                        None, f"{key}._extra_state", place, replica_id=(0, rank, replica[2])
-                    )
+                state[f"{prefix}local_experts.{expert}.{name}._extra_state"] = make_sharded_object_for_checkpoint(
+                    None, f"{key}._extra_state", place, replica_id=(0, rank, replica[2])
                 )
         return state
 

@@ -7,10 +7,10 @@ expanded from the result. The cache then has ``kv_lora_rank + qk_pos_emb_head_di
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.families import LayerKind
+from megatron_rl.models import changed
 from megatron_rl.models.blocks import Block
 from megatron_rl.models.rollout_ops import Pending, TorchNorm, WholeColumnLinear, WholeRowLinear, call_linear
 from megatron_rl.platform.megatron import let_latent_attention_be_built
@@ -190,17 +191,9 @@ class LatentAttention(Block, _PlannedLatentAttention):
         return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
 
 
-@contextlib.contextmanager
-def absorbed_attention(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+def absorbed_attention(layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Enter a block in which ``layers`` absorb in packed batches, too: what differs then is absorption alone."""
-    attentions = [layer.self_attention for layer in layers]
-    try:
-        for attention in attentions:
-            attention.absorbs = True
-        yield
-    finally:
-        for attention in attentions:
-            attention.absorbs = False
+    return changed("absorbs", {layer.self_attention: True for layer in layers})
 
 
 BLOCK = LatentAttention

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,21 +39,22 @@ def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits, *sink
 
 def _prepare_extend(
     cache: KVCache, new: NewTokens, window: int | None = None, invariant: bool = False
-) -> tuple[Sequence[Any], dict[str, Any]]:
-    """As `extend.extend` takes them: table, borders, first positions, most new tokens of a sequence; by name."""
-    first = new.position_ids.index_select(0, new.cu_seqlens[:-1].long())
-    batch = cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)
-    return batch, {"window": window, "invariant": invariant}
+) -> Callable[..., torch.Tensor]:
+    """Return `extend.extend` with all its arguments but the layer's."""
+    from megatron_rl.models.attention.extend import extend
+
+    return functools.partial(
+        extend, table=cache.table.index_select(0, new.rows), cu_seqlens=new.cu_seqlens,
+        first_positions=new.position_ids.index_select(0, new.cu_seqlens[:-1].long()), longest=max(new.lengths),
+        window=window, invariant=invariant,
+    )  # fmt: skip
 
 
 def _extend(
-    query: torch.Tensor, cache: KVCache, layer: int, plan: tuple[Sequence[Any], dict[str, Any]], *sinks: torch.Tensor
-) -> torch.Tensor:
-    from megatron_rl.models.attention.extend import extend
-
-    batch, named = plan
-    stored = cache.keys[layer], cache.values[layer]
-    return extend(query, *stored, *batch, cache.format.scales(layer), *sinks, **named)
+    query: torch.Tensor, cache: KVCache, layer: int, call: Callable[..., torch.Tensor],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    return call(query, cache.keys[layer], cache.values[layer], scales=cache.format.scales(layer), sinks=sinks)
 
 
 def _problem(device: DeviceFacts) -> str | None:
