@@ -43,8 +43,15 @@ class Adapter(torch.nn.Module):
         self._count, self._dropout = len(parts[0].adapted), dropout
         mask = functional.one_hot(owner + 1, self._count + 1)[:, 1:]
         self.register_buffer("mask", mask.bool(), persistent=False)
-        self.lora_a: torch.nn.Parameter
-        self.lora_b: torch.nn.Parameter
+
+    def _make(self, like: torch.nn.Parameter, is_column: bool, is_whole: bool) -> None:
+        """Make A and B beside the weight ``like``; if it ``is_whole``, no other tensor-parallel rank has a part."""
+        rank, (*experts, outputs, inputs) = self.parts[0].rank, like.shape
+        rows, columns, stride = like.dim() - 2, like.dim() - 1, self.parts[0].linear.blocks
+        self.lora_a = torch.nn.Parameter(like.new_empty(*experts, self._count * rank, inputs))
+        self.lora_b = torch.nn.Parameter(like.new_zeros(*experts, outputs, rank))
+        _mark(self.lora_a, like, is_own=is_whole or not is_column, dimension=columns, stride=1)
+        _mark(self.lora_b, like, is_own=is_whole or is_column, dimension=rows, stride=stride)
 
     def named(self) -> Iterator[tuple[Parameter, torch.nn.Parameter]]:
         """Yield each A and B of this rank and what it is in the whole model; of a stack views of the single experts."""
@@ -95,14 +102,10 @@ class LinearAdapter(Adapter):
 
     def __init__(self, linear: torch.nn.Module, parts: Sequence[LowRank], owner: torch.Tensor, dropout: float) -> None:
         super().__init__(parts, owner, dropout)
-        kind, like = LinearKind.of(linear), linear.weight
+        kind = LinearKind.of(linear)
         self._group, self._is_column, self._exchanges = kind.group, kind.split == "columns", kind.exchanges
-        (outputs, inputs), rank = like.shape, parts[0].rank
-        self.lora_a = torch.nn.Parameter(like.new_empty(self._count * rank, inputs))
-        self.lora_b = torch.nn.Parameter(like.new_zeros(outputs, rank))
         is_whole = kind.is_expert and kind.group is None  # tensor-parallel ranks have other experts then
-        _mark(self.lora_a, like, is_own=is_whole or not self._is_column, dimension=1, stride=1)
-        _mark(self.lora_b, like, is_own=is_whole or self._is_column, dimension=0, stride=parts[0].linear.blocks)
+        self._make(linear.weight, self._is_column, is_whole)
         whole = self.lora_a if self._is_column else self.lora_b
         # Each rank sees a share of the tokens then: megatron adds up the gradients of what has this mark.
         whole.sequence_parallel = linear.sequence_parallel and self._exchanges and self._group is not None
@@ -129,15 +132,10 @@ class StackAdapter(Adapter):
 
     def __init__(self, stack: StackedLinear, parts: Sequence[LowRank], owner: torch.Tensor, dropout: float) -> None:
         super().__init__(parts, owner, dropout)
-        like, rank = stack.weight, parts[0].rank
         self._group = stack.tensor_group if stack.tensor_group.size() > 1 else None
         self._is_column = stack.split == "columns"
-        experts, outputs, inputs = like.shape
-        self.lora_a = torch.nn.Parameter(like.new_empty(experts, self._count * rank, inputs))
-        self.lora_b = torch.nn.Parameter(like.new_zeros(experts, outputs, rank))
         is_whole = self._group is None  # tensor-parallel ranks have other experts then
-        _mark(self.lora_a, like, is_own=is_whole or not self._is_column, dimension=2, stride=1)
-        _mark(self.lora_b, like, is_own=is_whole or self._is_column, dimension=1, stride=parts[0].linear.blocks)
+        self._make(stack.weight, self._is_column, is_whole)
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return what is added to the product of ``tokens`` [T, inputs] sorted by expert; ``ends`` [E] int32."""

@@ -107,13 +107,9 @@ def leave_undrawn(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def draw_parameters(
-    chunks: Sequence[GPTModel],
-    layout: ModelLayout,
-    model: ModelConfig,
-    seed: int,
-    part: Callable[[Parameter], int],
+    chunks: Sequence[GPTModel], layout: ModelLayout, model: ModelConfig, seed: int, part: Callable[[Parameter], int],
     on_cpu: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Fill the model as Megatron does: normal weights, norms of 1, biases of 0, and 0 where the vocabulary is padded.
 
     A critic's head is 0 too.

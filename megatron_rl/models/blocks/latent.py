@@ -129,14 +129,6 @@ class _PlannedLatentAttention(MLASelfAttention):
         scale = self.kind.scale or 1 / math.sqrt(self.q_head_dim)
         return query * (scale * math.sqrt(width))
 
-    @property
-    def _key_widths(self) -> tuple[int, int]:
-        return self.config.qk_head_dim, self.config.qk_pos_emb_head_dim
-
-    @property
-    def _expanded_widths(self) -> tuple[int, int]:
-        return self.config.qk_head_dim, self.config.v_head_dim
-
     def _rotated(self, heads: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Neighbours are a pair: they are laid into halves, in queries and keys alike, which keeps their product."""
         halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -172,6 +164,8 @@ class LatentAttention(Block, _PlannedLatentAttention):
 
     def prepare(self, kind: LayerKind) -> None:
         self.kind = kind
+        self._key_widths = self.config.qk_head_dim, self.config.qk_pos_emb_head_dim
+        self._expanded_widths = self.config.qk_head_dim, self.config.v_head_dim
         del self.rotary_pos_emb  # each layer's own, of the same numbers
         compressed = self.config.q_lora_rank is not None
         self.kv_layernorm = TorchNorm(self.config, self.config.kv_lora_rank, _EPSILON)

@@ -52,13 +52,9 @@ def packed_attention(
 
 
 def padded_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: PaddedRows,
-    window: int | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows, window: int | None = None,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Attend in one bucket: ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``; ``sinks`` [heads].
 
     A padding cell is a copy of token 0 behind the sequence's end: causality keeps it from every
