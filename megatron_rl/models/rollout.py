@@ -147,6 +147,11 @@ class RolloutForward:
         self._policy, self._plan = policy, plan
         self._is_whole = policy.config.tensor_model_parallel_size == 1
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the short way is taken."""
+        return self._policy.config.transformer_impl == "local"
+
     def chunk(self, number: int, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the forward pass through one of the policy's chunks, at ``positions`` [N].
 
@@ -154,8 +159,7 @@ class RolloutForward:
         gives fp32 logits over the real vocabulary, ``[rows, V]``.
         """
         gpt = self._policy.chunks[number]
-        is_local = self._policy.config.transformer_impl == "local"
-        leaving = self._short(gpt, entering) if is_local else self._stock(gpt, entering, positions)
+        leaving = self._short(gpt, entering) if self.is_short else self._stock(gpt, entering, positions)
         return leaving[:, : self._policy.vocab_size].float() if gpt.post_process else leaving
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
