@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.architecture import PLAIN, Architecture, ExpertShare, LayerKind
-from megatron_rl.families.delta import DELTA_NAMES, delta_cache, delta_kept, delta_parts, gated_heads, gated_kept
+from megatron_rl.families.delta import DELTA_NAMES, delta_cache, delta_kept, delta_parts, gated_kept
 from megatron_rl.families.parts import Block, LayerCache, Linear, Parameter, Part, norm
 
 
-def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
+def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare, with_gates: bool = False) -> Iterator[Part]:
     hidden, width, bias = model.hidden_size, model.kv_channels, model.add_bias_linear
     heads, groups = model.num_attention_heads, model.num_query_groups
+    queries = 2 * heads if with_gates else heads  # each query head is followed by its gate
     # The queries of a group, its key and its value, then those of the next group.
-    stripes = ("q_proj", heads // groups * width), ("k_proj", width), ("v_proj", width)
-    outputs = (heads + 2 * groups) * width
+    stripes = ("q_proj", queries // groups * width), ("k_proj", width), ("v_proj", width)
+    outputs = (queries + 2 * groups) * width
     if model.softmax_type == "learnable":
         yield Parameter(f"decoder.{name}.core_attention.softmax_offset", (heads,), "rows", ranks)
     yield Linear(f"{name}.linear_proj", "row", hidden, heads * width, ranks, bias)
@@ -148,7 +150,8 @@ BLOCKS: Mapping[str, Block] = {
     "heads": Block(_heads, _heads_kept, _ATTENTION, _OF_HEADS, _heads_cache),
     "latent": Block(_latent, _latent_kept, _LATENT, frozenset({"rotation", "scale"}), _latent_cache,
                     varies="latents are expanded in prompts and not in decode steps"),
-    "gated": Block(gated_heads, gated_kept, _ATTENTION, frozenset({"rotation", "scale"}), _heads_cache),
+    "gated": Block(partial(_heads, with_gates=True), gated_kept, _ATTENTION, frozenset({"rotation", "scale"}),
+                   _heads_cache),
     "delta": Block(delta_parts, delta_kept, DELTA_NAMES, cache=delta_cache, varies="DeltaNet has chunks in prompts"),
     "dense": Block(_dense, _dense_kept, _MLP),
     "experts": Block(_experts, _experts_kept, _EXPERTS, varies="grouped GEMMs may vary with an expert's tokens"),

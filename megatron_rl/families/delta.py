@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.families.architecture import Architecture, ExpertShare
-from megatron_rl.families.parts import Linear, Parameter, Part, StateCache, norm
+from megatron_rl.families.parts import Linear, Parameter, Part, StateCache
 
 DELTA_NAMES = {"self_attention.out_norm": "linear_attn.norm"} | {
     f"self_attention.{name}": f"linear_attn.{name}"
@@ -65,18 +65,6 @@ def delta_cache(model: Architecture, ranks: int) -> StateCache:
     keys, values, heads = _sizes(model, ranks)
     widths = model.linear_key_head_dim, model.linear_value_head_dim
     return StateCache(heads, *widths, 2 * keys + values, model.linear_conv_kernel_dim - 1)
-
-
-def gated_heads(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
-    """Yield those of attention whose output is multiplied by a sigmoid: each query head is followed by its gate."""
-    hidden, width = model.hidden_size, model.kv_channels
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    stripes = ("q_proj", 2 * heads // groups * width), ("k_proj", width), ("v_proj", width)
-    yield Linear(f"{name}.linear_proj", "row", hidden, heads * width, ranks)
-    yield Linear(f"{name}.linear_qkv", "column", 2 * (heads + groups) * width, hidden, ranks, stripes=stripes)
-    if model.qk_layernorm:
-        yield from norm(f"decoder.{name}.q_layernorm", width, model)
-        yield from norm(f"decoder.{name}.k_layernorm", width, model)
 
 
 def gated_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
