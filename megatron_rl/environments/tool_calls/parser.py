@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -126,9 +126,13 @@ class SearchingParser(Parser):
         at = 0
         while (begin := self.begin.search(text, at)) is not None:
             yield text[at : begin.start()]
-            piece, at = self.call(text, begin, schemas)
-            yield piece
+            for piece, at in self.calls(text, begin, schemas):  # noqa: B007 - the last one counts
+                yield piece
         yield text[at:]
+
+    def calls(self, text: str, begin: re.Match[str], schemas: Schemas) -> Iterable[tuple[Piece, int]]:
+        """Return all that begins there, each with where the text goes on; one call, unless a form has lists of them."""
+        return [self.call(text, begin, schemas)]
 
 
 class MarkedParser(SearchingParser):

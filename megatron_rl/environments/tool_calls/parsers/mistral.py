@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_rl.environments.tool_calls.parser import Example, MarkedParser, Piece, Schemas, Unreadable, call_of
 from megatron_rl.json_text import first_value
@@ -51,15 +51,8 @@ class Mistral(MarkedParser):
     def written_id(self, number: int) -> str:
         return self.new_id("call", number)
 
-    def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
-        """Yield the calls, those of a list one by one, and the text between them."""
-        at = 0
-        while (begin := self.begin.search(text, at)) is not None:
-            yield text[at : begin.start()]
-            pieces = self._listed(text, begin) if begin["list"] else [self.call(text, begin, schemas)]
-            for piece, at in pieces:  # noqa: B007 - the last one counts
-                yield piece
-        yield text[at:]
+    def calls(self, text: str, begin: re.Match[str], schemas: Schemas) -> Iterable[tuple[Piece, int]]:
+        return self._listed(text, begin) if begin["list"] else super().calls(text, begin, schemas)
 
     def _listed(self, text: str, begin: re.Match[str]) -> Iterator[tuple[Piece, int]]:
         """Yield the calls of a list, each with where it ends."""
