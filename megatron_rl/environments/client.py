@@ -107,14 +107,9 @@ class EnvironmentClient:
         self, route: str, items: Sequence[Mapping[str, Any]], places: asyncio.Semaphore, timeout: float | None
     ) -> list[Grade]:
         path = f"/v1/environments/{route}"
-        parts = await asyncio.gather(*(self._post_part(path, part, places, timeout) for part in _parts(items)))
+        asked = [(f'{{"items": [{",".join(part)}]}}'.encode(), len(part)) for part in _parts(items)]
+        parts = await asyncio.gather(*(self._results(path, *part, places, timeout) for part in asked))
         return list(itertools.chain(*parts))
-
-    async def _post_part(
-        self, path: str, items: Sequence[str], places: asyncio.Semaphore, timeout: float | None
-    ) -> list[Grade]:
-        body = f'{{"items": [{",".join(items)}]}}'.encode()
-        return await self._results(path, body, len(items), places, timeout)
 
     async def _results(
         self, path: str, body: bytes, count: int, places: asyncio.Semaphore, timeout: float | None

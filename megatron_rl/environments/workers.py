@@ -79,8 +79,7 @@ class WorkerPool:
     ) -> Self:  # fmt: skip
         """Make a pool in which each sample has its own process, at most so many at once; without ``once`` graders that
         start programs or wait for a server."""
-        more = {"variables": variables, "once": once, "memory_mb": HARNESS_MEMORY_MB}
-        return cls(processes, environments=environments, **more)
+        return cls(processes, memory_mb=HARNESS_MEMORY_MB, environments=environments, once=once, variables=variables)
 
     def grade(
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float,
@@ -91,8 +90,8 @@ class WorkerPool:
         A completion that ran its grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict
         ``timeout``. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
         """
-        environment = {"environment": reference, "options": dict(options), **({"mcp": mcp} if mcp else {})}
-        futures = [self._ask(environment | item_to_json(item), deadline_s)[1] for item in items]
+        served = {"mcp": mcp} if mcp else {}
+        futures = [self._ask(reference, options, served | item_to_json(item), deadline_s)[1] for item in items]
         results = [future.result()[0] for future in futures]
         late = Grade(lowest, status="timeout", correct=False)
         return [late if result.code == "timeout" else result for result in results]
@@ -105,24 +104,18 @@ class WorkerPool:
 
         Whose completion ran the grader out of time nobody knows: then all have failed with the code ``timeout``.
         """
-        request = {"environment": reference, "options": dict(options), **group_to_json(task, transcripts)}
-        return self._ask(request, deadline_s)[1].result()
+        return self._ask(reference, options, group_to_json(task, transcripts), deadline_s)[1].result()
 
     def run(
-        self,
-        reference: str,
-        options: Mapping[str, Any],
-        runs: Sequence[HarnessRun],
-        deadline_s: float,
+        self, reference: str, options: Mapping[str, Any], runs: Sequence[HarnessRun], deadline_s: float,
         gone: Callable[[], bool],
-    ) -> list[Grade]:
+    ) -> list[Grade]:  # fmt: skip
         """Run a harness's samples and return results in order, each ``deadline_s`` after its process began at most.
 
         Asked every second, ``gone`` says that nobody waits any more; the processes are then killed, and there are no
         results. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
         """
-        environment = {"environment": reference, "options": dict(options)}
-        asked = dict(self._ask(environment | run_to_json(run), deadline_s) for run in runs)
+        asked = dict(self._ask(reference, options, run_to_json(run), deadline_s) for run in runs)
         while wait(asked.values(), GONE_SECONDS).not_done:
             if gone():
                 self._cancel(asked)
@@ -155,7 +148,10 @@ class WorkerPool:
             cancelled = [number for number in numbers if self._asked.pop(number, None) is not None]
             self._tell({"cancel": cancelled})
 
-    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> tuple[int, Future[list[Grade]]]:
+    def _ask(
+        self, reference: str, options: Mapping[str, Any], asked: Mapping[str, Any], deadline_s: float
+    ) -> tuple[int, Future[list[Grade]]]:
+        request = {"environment": reference, "options": dict(options), **asked}
         future: Future[list[Grade]] = Future()
         with self._lock:
             if self._closed:
