@@ -49,11 +49,8 @@ class RankFiles:
             for name, tensor in _by_global_names(stages, expert_rank, topology.experts):
                 is_shared = topology.experts > 1 and ".local_experts." in name
                 self._parts.setdefault(name, {}).setdefault(part if is_shared else rank, tensor)
-
-    @property
-    def names(self) -> set[str]:
-        """List the names of all parameters."""
-        return set(self._parts)
+        self.names = set(self._parts)
+        """Of all parameters."""
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Return the shape of the unsharded parameter."""

@@ -1,12 +1,10 @@
-"""Weights and optimizer state through megatron's ``dist_checkpointing``: any topology loads what any other saved.
-
-"""
+"""Weights and optimizer state through megatron's ``dist_checkpointing``: any topology loads what any other saved."""
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,19 +135,11 @@ def named_chunks(policy: PolicyModel) -> dict[str, GPTModel]:
 def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Fill the ``state`` as ``dist_checkpointing.load`` does, which would execute what pickles in the files name."""
     files = DistFiles(directory)
-    with _fitting(directory):
-        common = files.common()
-    return _filled(directory, state, partial(_stored, files), common)
-
-
-def _filled(
-    directory: Path, state: dict[str, Any], stored: Callable[[Any], Any], common: dict[str, Any]
-) -> dict[str, Any]:
-    """Return ``state`` with what is ``stored`` of each of its pieces, and what is ``common`` to all ranks."""
     pieces, rest, stacks = load_preprocess(state)
     pieces, _ = extract_sharded_base(pieces)
     with _fitting(directory):
-        dict_list_map_inplace(stored, pieces)
+        common = files.common()
+        dict_list_map_inplace(partial(_stored, files), pieces)
         for part in (rest, pieces):
             merge(common, part)
         return apply_factory_merges(common, stacks)
@@ -210,11 +200,11 @@ def weights_fingerprint(
     over_the_vocabulary = {one.name for one in policy.layout.parameters if one.is_over_the_vocabulary}
 
     def share(name: str, values: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros([], dtype=torch.int64, device=values.device)
         if not with_adapters and ".adapter." in name:
-            return torch.zeros([], dtype=torch.int64, device=values.device)
+            return total
         if name in over_the_vocabulary:
             values = values[: max(0, policy.vocab_size - groups.tensor_group.rank() * len(values))]
-        total = torch.zeros([], dtype=torch.int64, device=values.device)
         for part in values.reshape(-1).split(SUMMED_AT_ONCE if values.is_cpu else SUMMED_BY_A_GPU):
             numbers = part.to(dtype or part.dtype)
             total += numbers.view(_WHOLE_NUMBERS[numbers.element_size()]).sum(dtype=torch.int64)
