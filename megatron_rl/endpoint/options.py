@@ -25,16 +25,9 @@ IGNORED = frozenset({
 })  # fmt: skip
 """Fields that change no answer."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "modalities": (["text"],),
-    "continue_final_message": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
+    "modalities": (["text"],), "continue_final_message": (False,), "suffix": ("",), "functions": ([],),
+    "function_call": ("none",), "audio": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+}  # fmt: skip
 """Fields that are not supported, and the values with which they change nothing."""
 
 

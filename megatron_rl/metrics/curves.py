@@ -134,22 +134,15 @@ def _points(series: Series, indices: Sequence[int]) -> dict[str, Any]:
 
 
 def line_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:
-    """Return the recorded lines of a chart, without those that only repeat an earlier one."""
+    """Return the lines of a chart that have a finite value, without those that only repeat an earlier one."""
     found: list[Series] = []
     for metric, label in chart.lines.items():
-        series = series_of(rows, metric, label)
-        if series is not None and (series.steps, series.values) not in [(one.steps, one.values) for one in found]:
-            found.append(series)
+        recorded = [row for row in rows if metric in row]
+        steps, values = [row["step"] for row in recorded], [row[metric] for row in recorded]
+        repeats = (steps, values) in [(one.steps, one.values) for one in found]
+        if not repeats and any(value is not None for value in values):
+            found.append(Series(label, steps, values))
     return found
-
-
-def series_of(rows: Sequence[Row], metric: str, label: str, color: int | None = None) -> Series | None:
-    """Return the recorded values of a metric; None where there is no finite one."""
-    recorded = [row for row in rows if metric in row]
-    values = [row[metric] for row in recorded]
-    if all(value is None for value in values):
-        return None
-    return Series(label, [row["step"] for row in recorded], values, color)
 
 
 def stack_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:

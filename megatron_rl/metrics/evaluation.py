@@ -50,9 +50,7 @@ def result_table(*evaluations: Mapping[str, float]) -> tuple[list[str], list[lis
     pass@k in ascending k, pass@1 with half of its 95 % interval over tasks, and what else was measured.
     """
     results = [
-        (name, metrics.get("step"), row)
-        for metrics in evaluations
-        for name, row in by_environment(metrics).items()
+        (name, metrics.get("step"), row) for metrics in evaluations for name, row in by_environment(metrics).items()
     ]
     ks = sorted({k for *_, row in results for k in map(_k, row) if k is not None})
     shown = [(f"pass@{k}", "pass@1 = avg@k" if k == 1 else f"pass@{k}") for k in ks]

@@ -45,11 +45,7 @@ class PromptSource:
     """
 
     def __init__(
-        self,
-        pools: Sequence[TaskPool],
-        encode: Callable[[Task, str], Sequence[int]],
-        max_prompt_tokens: int,
-        seed: int,
+        self, pools: Sequence[TaskPool], encode: Callable[[Task, str], Sequence[int]], max_prompt_tokens: int, seed: int
     ) -> None:
         """``encode`` gives the prompt of a task of an environment in tokens."""
         self._pools = [pool for pool in pools if pool.weight > 0]
@@ -129,10 +125,7 @@ class PromptSource:
         """Choose and count the pool that is furthest below its share of all draws."""
         total = sum(self._shares.values()) + 1
         weights = sum(pool.weight for pool in self._pools)
-        chosen = max(
-            self._pools,
-            key=lambda pool: total * pool.weight / weights - self._shares[pool.environment],
-        )
+        chosen = max(self._pools, key=lambda pool: total * pool.weight / weights - self._shares[pool.environment])
         self._shares[chosen.environment] += 1
         return chosen
 

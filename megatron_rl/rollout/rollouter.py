@@ -154,9 +154,7 @@ class Rollouter:
         """Stop the event loop."""
         self._runner.close()
 
-    async def _run(
-        self, requests: Sequence[Request], journal: StepJournal | None, goal: Goal
-    ) -> RolloutResult | None:
+    async def _run(self, requests: Sequence[Request], journal: StepJournal | None, goal: Goal) -> RolloutResult | None:
         finished, started = FinishedGroups(self._tokenizer, journal or StepJournal({})), time.perf_counter()
         conversations = Conversations(
             self._grade, self._conversations, self._tokenizer, self._groups, finished, goal.in_rounds

@@ -56,10 +56,7 @@ def _row(group: RolloutGroup, rollout: Rollout) -> tuple[float, ...]:
 
 
 def lengths_and_seconds(
-    answered: Mapping[int, RolloutGroup],
-    seconds: float,
-    num_groups: int,
-    rollout_group: dist.ProcessGroup,
+    answered: Mapping[int, RolloutGroup], seconds: float, num_groups: int, rollout_group: dist.ProcessGroup
 ) -> tuple[list[float], list[float]]:
     """Return the mean tokens of a sample of each of the step's groups, and each replica's seconds of generation.
 

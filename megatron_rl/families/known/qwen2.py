@@ -17,8 +17,5 @@ FAMILY = Family(
     class_name="Qwen2ForCausalLM",
     title="Qwen2 and Qwen2.5",
     read=_read,
-    examples=(
-        {**SMALL},
-        {**SMALL, "tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 1000000.0},
-    ),
+    examples=({**SMALL}, {**SMALL, "tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 1000000.0}),
 )
