@@ -114,7 +114,7 @@ def _is_of_experts(last: Path) -> bool:
     return any(EMBEDDING in model for model in chunks_of(read_models(last / MODEL_FILE)).values())
 
 
-def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:
+def read_models(path: Path) -> dict[str, Any]:
     """Read a rank's main file, where ``model``, or ``model0``, ``model1`` ... of stages, are tensors by name.
 
     Names are those of this project's model; layers are counted from 0 in each.
@@ -122,7 +122,7 @@ def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:
     Raises:
         CheckpointError: see `read`.
     """
-    content = read(path, mapped)
+    content = read(path)
     is_one = isinstance(content, dict) and any(isinstance(content.get(key), dict) for key in ("model", "model0"))
     if not is_one:
         raise CheckpointError(f"checkpoint file {str(path)!r} has no 'model': it is not one that Megatron writes")
