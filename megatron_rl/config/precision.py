@@ -244,6 +244,8 @@ def invariance_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         (form == "int8" and forward == "plain", "with int8 rollouts needs --rl-train-forward quantized; add it"),
         (config.kv_cache_is_rounded, "with --rl-kv-cache-dtype: the trainer rounds no keys and values; use auto"),
         (config.kernels.transformer_impl != "local", "with --transformer-impl transformer_engine: use local"),
+        (config.model.rotary_percent < 1, "with --rotary-percent below 1: the trainer rotates such heads otherwise; "
+         "leave one of them out"),
         (config.lora.lora_rank, "with --lora-rank: such narrow GEMMs may vary with the batch; leave one of them out"),
         (config.parallel.context_parallel_size > 1, "with --context-parallel-size: attention is cut otherwise; use 1"),
         (config.training.rl_share_prompts, "with --rl-share-prompts, which cuts attention otherwise; leave it out"),

@@ -117,9 +117,11 @@ class RolloutContext(BaseInferenceContext):
 
     def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
         """See `AttentionPlan`."""
-        if self._prompts is not None:
-            return self._prompts.rotate(heads, kind)
-        return rotate(heads, *self._turns[kind.rotation])
+        return rotate(heads, *self.turn(kind))
+
+    def turn(self, kind: LayerKind) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RolloutPlan`."""
+        return (self._turns if self._prompts is None else self._prompts.turns)[kind.rotation]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,

@@ -40,6 +40,10 @@ class RolloutPlan(AttentionPlan, Protocol):
         """Whether `attend_mixed` is there for this forward pass."""
         ...
 
+    def turn(self, kind: LayerKind) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin [T, 1, 1, R] of the new tokens."""
+        ...
+
     def attend_mixed(
         self, layer: int, mixed: torch.Tensor, bias: torch.Tensor | None, query_norm: torch.nn.Module | None,
         key_norm: torch.nn.Module | None, kind: LayerKind, sinks: torch.Tensor | None = None,

@@ -67,7 +67,11 @@ class TorchNorm(MegatronModule):
             self.bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalise the last dimension; on CUDA with the bits of `RolloutOps.add_norm`."""
+        if hidden_states.is_cuda and is_rms(self):
+            from megatron_rl.models.training_kernels import SumAndNorm
+
+            return SumAndNorm.apply(hidden_states, None, self.weight, self.eps)[1]
         if self.centre:
             weight = self.weight.float() + self.centre
             return rms_norm(hidden_states.float(), weight, self.eps).type_as(hidden_states)

@@ -19,7 +19,7 @@ PROGRAMS = 1024
 
 
 class SumAndNorm(torch.autograd.Function):
-    """``output + residual`` and its RMSNorm, [T, 1, hidden] each; without ``output`` the sum is ``residual``."""
+    """``output + residual`` and its RMSNorm, [.., hidden] each; without ``output`` the sum is ``residual``."""
 
     @staticmethod
     def forward(
@@ -30,12 +30,15 @@ class SumAndNorm(torch.autograd.Function):
         _, normed = add_norm(*flat[:2], None, weight, epsilon, None, flat[2])
         ctx.save_for_backward(summed, weight)
         ctx.epsilon = epsilon
+        ctx.set_materialize_grads(False)  # a norm alone has no gradient of the sum
         return summed, normed.view(residual.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given, weight = [each.contiguous() for each in (ctx.saved_tensors[0], *slopes)], ctx.saved_tensors[1]
+        summed, weight = ctx.saved_tensors
+        slopes = slopes[0], torch.zeros_like(summed) if slopes[1] is None else slopes[1]
+        given = [each if each is None else each.contiguous() for each in (summed, *slopes)]
         columns, block, out = len(weight), triton.next_power_of_2(len(weight)), torch.empty_like(given[0])
         rows, programs = out.numel() // columns, min(out.numel() // columns, PROGRAMS)
         sums = weight.new_empty(programs, columns, dtype=torch.float32)
@@ -62,7 +65,8 @@ def norm_gradient_kernel(
         slope = tl.load(of_normed + place, mask=inside, other=0.0).to(tl.float32)
         normed, through = _through_norm(summed + place, slope, scale, inside, columns, epsilon)
         total += slope * normed
-        through += tl.load(of_sum + place, mask=inside, other=0.0).to(tl.float32)
+        if of_sum is not None:
+            through += tl.load(of_sum + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + place, through.to(out.dtype.element_ty), mask=inside)
     tl.store(sums + tl.program_id(0) * columns + column, total, mask=column < columns)
 

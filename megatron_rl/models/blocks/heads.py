@@ -92,13 +92,18 @@ class HeadAttention(Block, PlannedSelfAttention):
         is_whole = turn is not None and turn[0].shape[-1] == self.hidden_size_per_attention_head
         if not (hidden_states.is_cuda and self._is_storable and is_whole):
             return super().rotated(hidden_states, plan)
+        if plan.places is None:
+            plan.places = torch.arange(len(hidden_states), device=hidden_states.device)
+        return self._rotated_whole(self._mixed(hidden_states).output, turn, plan.places)
+
+    def _rotated_whole(
+        self, mixed: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value of `_mixed`, with the bits of a decode step; ``places`` are 0 to T - 1."""
         from megatron_rl.models.training_kernels import RotatedHeads
 
-        mixed, _ = self._mixed(hidden_states)
-        if plan.places is None:
-            plan.places = torch.arange(len(mixed), device=mixed.device)
         weights = (norm and weight_of(norm) for norm in self._norms)
-        return RotatedHeads.apply(mixed, turn, plan.places, self._norms, *weights)
+        return RotatedHeads.apply(mixed, turn, places, self._norms, *weights)
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         if plan.stores_heads and self._is_storable:
@@ -119,6 +124,8 @@ class HeadAttention(Block, PlannedSelfAttention):
         if self.reader is None:  # megatron's own way, which takes no activations packed for a quantised product
             return self.rotated(normed[:, None], plan)
         mixed, _ = self._mixed(normed)
+        if plan.ops.fused and self._is_storable and (turn := plan.turn(self.kind))[0].shape[-1] == mixed.shape[-1]:
+            return self._rotated_whole(mixed, turn, torch.arange(len(mixed), device=mixed.device))
         both, value = mixed[:, :, :-1], mixed[:, :, -1].unsqueeze(1)
         if self._rotates_together:
             both = plan.rotate(both, self.kind)

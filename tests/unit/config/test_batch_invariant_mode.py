@@ -23,6 +23,7 @@ ALIGNED = {"rl_train_forward": "quantized"}
         ({"rl_kv_cache_dtype": "fp8"}, 1, "--rl-kv-cache-dtype"),
         ({"transformer_impl": "transformer_engine"}, 1, "--transformer-impl"),
         ({"lora_rank": "8"}, 1, "--lora-rank"),
+        ({"rotary_percent": "0.5"}, 1, "--rotary-percent"),
         ({"context_parallel_size": "2"}, 2, "--context-parallel-size"),
         ({"rl_share_prompts": True}, 1, "--rl-share-prompts"),
         (EXPERTS, 1, "grouped GEMMs"),

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models import rollout_ops
+from megatron_rl.models.attention.backend import NewTokens
 from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform import current_platform
@@ -120,6 +121,22 @@ def test_thin_products_of_bf16_are_switched_on(one_rank: object, monkeypatch: py
     monkeypatch.setattr(rollout_ops, "THIN_PRODUCTS", True)
     seen = of_a_layer("biased", "none", None, RolloutOps(fused=True))
     assert seen["thin_kernel"] == 4 and not {"mm", "matmul"} & seen.keys()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("model", ["biased", "normed"])
+def test_a_prompt_has_norms_and_rotations_of_decode_steps(one_rank: object, model: str, cached: bool) -> None:
+    """As training has them (`test_training_launches.py`): with other kernels the same token had other bits."""
+    policy = tiny_policy(tiny_config(bf16=True, num_layers=2, **MODELS[model]))
+    context = meta_context(policy, "triton_paged", RolloutOps(fused=True))
+    places = torch.zeros(6, dtype=torch.int64, device=META)
+    new = NewTokens(places[:2], (2, 4), torch.zeros(3, dtype=torch.int32, device=META), places, 48)
+    with torch.inference_mode(), counted() as seen:
+        context.begin_prompts(new, cached)
+        seen.clear()
+        RolloutForward(policy, context).chunk(0, places, places)
+    assert (seen["add_norm_kernel"], seen["rotate_store_kernel"]) == (5, 2), seen
+    assert not {"rms_norm", "addcmul", "cat"} & seen.keys(), seen
 
 
 def test_the_mode_is_known_to_linears(one_rank: object) -> None:

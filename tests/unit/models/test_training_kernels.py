@@ -96,16 +96,16 @@ class TrainingChecks:
 
 
 MODELS = {
-    "biased": ({}, (2, 1)),
-    "normed": ({"qk_layernorm": True, "add_qkv_bias": False, "num_layers": 2}, (4, 2)),
-    "all biases": ({"disable_bias_linear": False}, (2, 1)),
-    "experts": (SHAPES["experts"], (2, 1)),
-    "half rotated": ({"rotary_percent": 0.5}, (2, 0)),
+    "biased": ({}, (3, 1)),
+    "normed": ({"qk_layernorm": True, "add_qkv_bias": False, "num_layers": 2}, (5, 2)),
+    "all biases": ({"disable_bias_linear": False}, (3, 1)),
+    "experts": (SHAPES["experts"], (3, 1)),
+    "half rotated": ({"rotary_percent": 0.5}, (3, 0)),
     "layer norms": (SHAPES["layer norms"], (0, 0)),
     "recomputed": (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, (4, 2)
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, (5, 2)
     ),
-    "MLP recomputed": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}, (0, 1)),
+    "MLP recomputed": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}, (3, 1)),
 }  # fmt: skip
 """Changes, and how often a forward pass of all layers calls each function with a gradient."""
 

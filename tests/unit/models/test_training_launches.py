@@ -95,7 +95,8 @@ def test_kernels_wait_for_the_weights_of_norms(one_rank: object) -> None:
     ids = torch.zeros(1, 6, dtype=torch.int64, device=META)
     with counted() as seen:
         policy.gpt(ids, ids, None, packed_seq_params=plan)
-    assert seen["add_norm_kernel"] == 2 and seen["rotate_store_kernel"] == 1
+    assert seen["add_norm_kernel"] == 3 and seen["rotate_store_kernel"] == 1, "of the layer, and the last norm"
+    assert not {"rms_norm", "addcmul"} & seen.keys(), seen
     norms = ("input_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm")
     assert waited == dict.fromkeys(norms, 1)
 
