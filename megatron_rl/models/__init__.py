@@ -12,7 +12,7 @@ import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is 
 @contextlib.contextmanager
 def changed(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
     """Give each owner in ``values`` another value of its attribute ``name`` inside the block."""
-    before = {owner: getattr(owner, name) for owner in values}
+    before = {owner: getattr(owner, name, None) for owner in values}
     try:
         for owner, value in values.items():
             setattr(owner, name, value)

@@ -62,8 +62,7 @@ def padded_attention(
     """
     padded = rows.pad(query), rows.pad(key), rows.pad(value)
     if query.device.type == "cpu" and rows.longest <= EXPLICIT_LENGTH:
-        mask = hide_keys(torch.arange(rows.longest), rows.longest, query.dtype, window)
-        return rows.unpad(attend_heads(*padded, mask, sinks))
+        return rows.unpad(attend_heads(*padded, causal_mask(rows.longest, query.dtype, window), sinks))
     if window is not None and window < rows.longest:
         return rows.unpad(_windowed_attention(*padded, window, sinks))
     if sinks is None:
@@ -72,6 +71,12 @@ def padded_attention(
     query = functional.pad(query, (0, 0, 1, 0))  # a token for the sink's key, so that all see what is before them
     output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=1.0)
     return rows.unpad(output[:, :, 1:, :-SINK_WIDTH])
+
+
+def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+    """Return an additive mask [length, length]: -inf where a key is behind the token or out of its window, else 0."""
+    hidden = torch.full((length, length), float("-inf"), dtype=dtype)
+    return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
 
 def _windowed_attention(
