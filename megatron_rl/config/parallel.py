@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
 
 GRAPHS_AFTER = 128
-"""Eager decode steps before CUDA graphs that nobody asked for: capturing 16 batch sizes takes seconds, and a step
-without graphs 10 to 20 ms longer (0.5B and 7B on an H200), so about as many steps pay for the capture."""
+"""Eager decode steps before automatic CUDA graphs. Capturing 16 batch sizes takes seconds, and an eager step 10 to
+20 ms more than a replay (0.5B and 7B on an H200), so a shorter job would not win back the capture."""
 
 
 def _virtual_stages(config: RLConfig, _: int) -> int | None:
@@ -94,7 +94,7 @@ class KernelConfig:
     """Keep the CUDA graphs when the KV cache is released for an update, at reserved addresses. By default they are
     captured again."""
     deterministic_mode: bool = flag(False)
-    """Train the same batches to the same bits in every run on a GPU. Costs 2 to 4 % of an update."""
+    """Train the same batches to the same bits in every run on a GPU; updates are slower."""
     batch_invariant_mode: bool = flag(False)
     """Compute rollouts and training with the same bits whatever shares a batch, so that their log-probs are equal. For
     a GPU with --bf16; implies --deterministic-mode."""

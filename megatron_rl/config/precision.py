@@ -239,8 +239,8 @@ def invariance_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     kinds = config.architecture().kinds if config.model.num_layers else ()
     for is_on, text in (
         (not config.precision.bf16, "needs --bf16, which its kernels are for; add it"),
-        (form not in ("none", "int8"), f"with --rl-rollout-quantization {form}: few tokens have other GEMMs; "
-         "use none or int8"),
+        (form not in ("none", "int8"), f"with --rl-rollout-quantization {form}: its GEMMs of few rows round "
+         "otherwise; use none or int8"),
         (form == "int8" and forward == "plain", "with int8 rollouts needs --rl-train-forward quantized; add it"),
         (config.kv_cache_is_rounded, "with --rl-kv-cache-dtype: the trainer rounds no keys and values; use auto"),
         (config.kernels.transformer_impl != "local", "with --transformer-impl transformer_engine: use local"),

@@ -13,10 +13,12 @@ from megatron_rl.types import Completed, Request
 
 
 class GraphOptions(NamedTuple):
-    """Most batch sizes to capture, and eager decode steps before: none where the user has asked for CUDA graphs."""
+    """How decode steps are captured."""
 
     most_sizes: int
+    """Batch sizes, at most."""
     after: int = 0
+    """Eager decode steps before the capture; 0 if the user asked for CUDA graphs."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Sampler:
     """Draws the next tokens, the same on all tensor-parallel ranks."""
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, padded_vocab_size: int | None = None) -> None:
-        """``padded_vocab_size``: that is split over the ranks; needed for the trainer's order of sums."""
+        """``padded_vocab_size`` is split over the ranks of ``tensor_group``; sums on CUDA go shard by shard."""
         is_split = tensor_group is not None and padded_vocab_size is not None
         self._shard = padded_vocab_size // tensor_group.size() if is_split else None
         self._tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None

@@ -147,7 +147,7 @@ def _unpermuted(rows: torch.Tensor, token: torch.Tensor, restore_shape: torch.Si
 
 
 class MovedRows(torch.autograd.Function):
-    """Give each ``token`` [N] its row of [T, hidden], or sum up such rows for T tokens; backward the other."""
+    """Gather rows of [T, hidden] by ``token`` [N], or sum up N rows by token; each is the other's gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, token: torch.Tensor, tokens: int | None) -> torch.Tensor:

@@ -128,7 +128,7 @@ class WholeRowLinear(RowParallelLinear):
 
 
 def is_thin(linear: torch.nn.Module, tokens: torch.Tensor) -> bool:
-    """Return whether a decode step's product is one for `thin_product`, whose bits are not those of training."""
+    """Return whether ``linear`` uses `thin_product` here: in a decode step that need not have the bits of training."""
     if not THIN_PRODUCTS or torch.is_grad_enabled() or getattr(linear.config, "batch_invariant_mode", False):
         return False
     # Experts see two dimensions in training, too.

@@ -40,7 +40,7 @@ class SumAndNorm(torch.autograd.Function):
         slopes = slopes[0], torch.zeros_like(summed) if slopes[1] is None else slopes[1]
         given = [each if each is None else each.contiguous() for each in (summed, *slopes)]
         columns, block, out = len(weight), triton.next_power_of_2(len(weight)), torch.empty_like(given[0])
-        rows, programs = out.numel() // columns, min(out.numel() // columns, PROGRAMS)
+        rows, programs = out.numel() // columns, max(1, min(out.numel() // columns, PROGRAMS))
         sums = weight.new_empty(programs, columns, dtype=torch.float32)
         norm_gradient_kernel[(programs,)](
             *given, weight, out, sums, rows, triton.cdiv(rows, programs), columns, ctx.epsilon, BLOCK=block,

@@ -1,4 +1,4 @@
-"""What a run has on a GPU without a flag: CUDA graphs after a while, and bins (packed batches) that fill its memory."""
+"""Defaults of a run on a GPU: bins (packed batches) that fill its memory, and the line that says what is on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ BIN_FLAGS = {"micro_batch_size", "rl_sequence_packing_bin_size"}
 
 
 def bin_size(config: RLConfig, world_size: int, vocab_size: int, memory: int) -> int:
-    """Return the tokens of a bin on GPUs of ``memory`` bytes: the flags', else those of the run that goes on, whose
-    sums would else change, else the most that fit. Each pipeline stage still has a bin of an update.
+    """Return the tokens of a bin on GPUs of ``memory`` bytes.
+
+    The flags come first, then the checkpoint that the run continues from, so that its batches stay the same, then the
+    largest bin that fits and leaves every pipeline stage at least one bin of an update.
     """
     training = config.training
     if BIN_FLAGS & set(config.typed) or training.eval_only:
@@ -51,10 +53,13 @@ def most_sequences(config: RLConfig, world_size: int, vocab_size: int, usable: i
 def gpu_lines(config: RLConfig, tokens: int) -> Iterator[str]:
     """Say what a run with bins of ``tokens`` has on a GPU, and what fp32 costs there."""
     after = None if why_uncaptured(config) else config.kernels.graphs_after
-    is_trained, parts = not config.training.eval_only, list[str]()
-    if config.training.perform_rl_step or config.training.eval_interval:
-        parts += ["no CUDA graphs" if after is None else "CUDA graphs" + f" after {after} decode steps" * (after > 0)]
-    parts += [f"bins of {tokens:,} tokens"] * is_trained + ["bf16" if config.precision.bf16 else "fp32"]
+    training, parts = config.training, list[str]()
+    if training.perform_rl_step or training.eval_interval:
+        graphs = f"CUDA graphs after {after} decode steps" if after else "CUDA graphs"
+        parts.append("no CUDA graphs" if after is None else graphs)
+    if not training.eval_only:
+        parts.append(f"bins of {tokens:,} tokens")
+    parts.append("bf16" if config.precision.bf16 else "fp32")
     yield f"on this GPU: {', '.join(parts)}"
     if not config.precision.bf16:
         yield "note: fp32 GEMMs use no tensor cores, and heads wider than 64 cannot use triton_paged; add --bf16"

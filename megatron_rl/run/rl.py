@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+
+import torch
 
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.extension import Function, advantage_of, filter_of
@@ -149,7 +152,7 @@ def build(base: Run) -> RLRun:
     evaluates = config.training.eval_interval is not None
     scorer = build_scorer(config, policy, groups, BalanceLosses.of(config, policy.device))
     advantage, objective = advantage_of(config), PolicyObjective.of(config)
-    is_exact = config.kernels.batch_invariant_mode and policy.device.type == "cuda" and not algorithm.has_stale_samples
+    is_exact = draws_exactly(config, policy.device, base.environments.harnesses)
     if is_exact:
         objective = replace(objective, correction=CORRECTIONS.get("none")())
         logger.info("--batch-invariant-mode: no correction, and rollouts' log-probs are the old log-probs")
@@ -173,10 +176,19 @@ def build(base: Run) -> RLRun:
             critic=_critic(base, start.critic),
             draws_exactly=is_exact,
         ),
-        parity=_parity_gate(base, scorer, engine),
+        parity=_parity_gate(base, scorer, engine, is_exact),
         evaluator=build_evaluator(base, rollouter) if evaluates else None,
         journal=_journal(base),
     )  # fmt: skip
+
+
+def draws_exactly(config: RLConfig, device: torch.device, harnesses: Collection[str]) -> bool:
+    """Return whether `--batch-invariant-mode` makes the log-probs of rollouts those of the trainer, to the bit.
+
+    Not those of older weights, and not in calls of ``harnesses``, which may have a temperature of their own.
+    """
+    is_current = not (config.algorithm.has_stale_samples or harnesses)
+    return config.kernels.batch_invariant_mode and device.type == "cuda" and is_current
 
 
 def _prompt_source(base: Run, max_prompt_tokens: int, states: StateRegistry) -> PromptSource:
@@ -287,7 +299,7 @@ def _collector(
     return Collector(**parts)
 
 
-def _parity_gate(base: Run, scorer: Scorer, engine: Engine) -> ParityGate:
+def _parity_gate(base: Run, scorer: Scorer, engine: Engine, is_exact: bool) -> ParityGate:
     rounded = None
     if base.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine | StagedEngine):
         rounded = partial(rounded_attention, base.policy.layers, engine.kv_format)
@@ -296,7 +308,8 @@ def _parity_gate(base: Run, scorer: Scorer, engine: Engine) -> ParityGate:
         from megatron_rl.models.blocks.latent import absorbed_attention
 
         absorbed = partial(absorbed_attention, base.policy.layers)
-    return ParityGate(base.config, scorer, base.phases.quantization, base.groups.data_group, rounded, absorbed)
+    of_run = base.config, scorer, base.phases.quantization, base.groups.data_group
+    return ParityGate(*of_run, rounded, absorbed, is_exact)
 
 
 def _journal(base: Run) -> RolloutJournal | None:

@@ -91,17 +91,18 @@ class ParityGate:
 
     def __init__(
         self, config: RLConfig, scorer: Scorer, quantization: RolloutQuantization, data_group: dist.ProcessGroup,
-        rounded: _Inside | None = None, absorbed: _Inside | None = None,
+        rounded: _Inside | None = None, absorbed: _Inside | None = None, is_exact: bool = False,
     ) -> None:  # fmt: skip
         """Inside ``rounded`` the trainer rounds keys and values as the KV cache does; None where it does not.
 
-        Inside ``absorbed`` it computes latent attention as decoding does; None where that is no other way.
+        Inside ``absorbed`` it computes latent attention as decoding does; None where that is no other way. If the run
+        ``is_exact``, any mismatch is reported.
         """
         self._settings = config.quantization
         self._scorer, self._quantization, self._data_group, self._rounded = scorer, quantization, data_group, rounded
         self._absorbed = absorbed
         self._kv_cache = config.kv_cache_dtype
-        self._is_exact = config.kernels.batch_invariant_mode and scorer.device.type == "cuda"
+        self._is_exact = is_exact
         self._correction, self._correction_name = correction_of(config), config.algorithm.rl_correction
         # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
         self.rounds_alike = not config.precision.bf16 and scorer.device.type != "cuda"

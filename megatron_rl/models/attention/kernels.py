@@ -171,7 +171,7 @@ def splits_kernel(
     SPLITS: tl.constexpr, PAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Every program of a group takes every so-manieth item; the query heads of a group are the rows of its tile."""
+    """Compute the parts of items; the programs of a group share its items, and its query heads are rows of a tile."""
     group = tl.program_id(1)
     member, column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     real = (member < SHARE)[:, None] & (column < WIDTH)[None, :]

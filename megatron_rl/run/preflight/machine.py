@@ -171,7 +171,10 @@ def graph_problems(config: RLConfig) -> list[Problem]:
 
 
 def determinism_lines(config: RLConfig, kept: bool) -> Iterator[str]:
-    """Report variables of the user's that break the mode: those that are ``kept``, or those that libraries refuse."""
+    """Report environment variables that contradict a deterministic mode.
+
+    NCCL's are ``kept``, with a note; cuBLAS's and Transformer Engine's would make the run fail.
+    """
     if not config.kernels.is_deterministic or is_for_other_machines(config):
         return
     from megatron_rl.platform import cuda, current_platform

@@ -22,14 +22,16 @@ def _own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["", "norm alone"])
 @pytest.mark.parametrize("hidden", [896, 3584, 5120])
-def test_gradient_of_residual_and_norm(hidden):
+def test_gradient_of_residual_and_norm(hidden, alone):
     from megatron_rl.models.training_kernels import norm_gradient_kernel
 
     block = 1 << (hidden - 1).bit_length()
     types = dict.fromkeys(("summed", "of_sum", "of_normed", "weight", "out"), "*bf16")
     types |= {"sums": "*fp32", "epsilon": "fp32"}
-    made = compile_for_hopper(norm_gradient_kernel, types, {"BLOCK": block}, ["columns"], num_warps=block // 512)
+    constants = {"BLOCK": block} | ({"of_sum": None} if alone else {})
+    made = compile_for_hopper(norm_gradient_kernel, types, constants, ["columns"], num_warps=block // 512)
     assert made.resources.spilled == 0 and "atom" not in made.ptx
     assert made.ptx.count("ld.global.v4.b32") >= 3, "8 numbers at a time"
 
