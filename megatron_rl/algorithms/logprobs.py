@@ -239,7 +239,7 @@ def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Sha
 
 
 def _combine(local: Tensor, shard: Shard, want_entropy: bool) -> list[Tensor]:
-    """Log-probs, largest logits, log sums and, if asked for, entropies over the whole vocabulary: [T] each."""
+    """Return log-probs, largest logits, log sums and, if wanted, entropies over the whole vocabulary: [T] each."""
     if runs_kernels(local):
         from megatron_rl.algorithms.logprob_kernels import finished
 

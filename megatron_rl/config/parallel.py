@@ -94,10 +94,10 @@ class KernelConfig:
     """Keep the CUDA graphs when the KV cache is released for an update, at reserved addresses. By default they are
     captured again."""
     deterministic_mode: bool = flag(False)
-    """Train the same batches to the same bits in every run on a GPU; updates are slower."""
+    """Make training on a GPU bitwise reproducible: the same batches give the same weights. Updates are slower."""
     batch_invariant_mode: bool = flag(False)
-    """Compute rollouts and training with the same bits whatever shares a batch, so that their log-probs are equal. For
-    a GPU with --bf16; implies --deterministic-mode."""
+    """Make a token's log-prob bitwise equal in rollouts and training, whatever else is in the batch. For a GPU with
+    --bf16; implies --deterministic-mode."""
     use_cpu_initialization: bool = flag(False)
     """Initialize weights on the CPU, which gives the same numbers on every machine."""
     recompute_granularity: Literal["full", "selective"] | None = flag(

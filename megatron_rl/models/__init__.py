@@ -11,7 +11,7 @@ import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is 
 
 @contextlib.contextmanager
 def changed(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Give each owner in ``values`` another value of its attribute ``name`` inside the block."""
+    """Set the attribute ``name`` of each owner in ``values`` inside the block, and restore it afterwards."""
     before = {owner: getattr(owner, name, None) for owner in values}
     try:
         for owner, value in values.items():

@@ -22,7 +22,7 @@ def hugging_face_twin(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
 
 
 def twin_on_device(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
-    """The same for inference alone, on the policy's device and in its dtype, never on the host."""
+    """Build `hugging_face_twin` for inference, on the policy's device and in its dtype, without a copy on the host."""
     with torch.device("meta"):
         twin = Qwen2ForCausalLM(_config(policy, max_length)).eval().requires_grad_(False)
     with torch.device(policy.device):

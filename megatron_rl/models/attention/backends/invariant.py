@@ -1,4 +1,4 @@
-"""One attention recipe for rollouts and training (`--batch-invariant-mode`): a token's bits depend on its sequence.
+"""Attention with the same bits in rollouts and training (`--batch-invariant-mode`), whatever shares the batch.
 
 Decode steps, extensions and packed batches compute the same sums in the same order (`models/attention/extend.py`).
 Gradients are those of torch's flash kernel, from our output and log-sum-exp. Never chosen automatically.
@@ -19,9 +19,9 @@ from megatron_rl.models.attention.backend import Backend, DeviceFacts, PackedKer
 from megatron_rl.models.attention.backends import triton_paged, varlen
 
 _KNOWN = {"logsumexp", "cum_seq_q", "cum_seq_k", "rng_state", "unused", "window_size_left", "window_size_right"}
-"""Of the arguments of torch's backward pass, those that another version might name, or mean, differently."""
+"""Arguments of torch's flash backward pass whose name or meaning differs between torch versions."""
 _Batch = tuple[torch.Tensor, torch.Tensor, int, int, int | None]
-"""Borders [S + 1] int32 of the queries and of the keys, whose last tokens they are; the most of both; the window."""
+"""Borders [S + 1] int32 of queries, the last tokens, and of keys; the longest of each; the window."""
 
 
 def _whole_sequences(lengths: Sequence[int], cu_seqlens: torch.Tensor, _: Any, window: int | None = None) -> _Batch:
