@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.platform.cuda import environment_for
 from tests.gpu import runs
 
 FAMILY = "qwen3"
@@ -67,7 +68,8 @@ def operations(out: Path) -> dict[str, str]:
     found = {}
     for name, words in (("as torch comes", ()), ("batch-invariant", ("--invariant",))):
         command = [sys.executable, "-m", "tests.gpu.bits", "--out", str(out), "here", *words]
-        ended = subprocess.run(command, cwd=runs.ROOT, env=environment(), capture_output=True, text=True, check=False)
+        own = environment() | (environment_for(batch_invariant=True) if words else {})
+        ended = subprocess.run(command, cwd=runs.ROOT, env=own, capture_output=True, text=True, check=False)
         print(f"== {name}\n{ended.stdout}", end="", flush=True)
         (out / f"operations {name}.log").write_text(ended.stdout + ended.stderr)
         for line in ended.stdout.splitlines():

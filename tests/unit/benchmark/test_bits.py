@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,18 @@ def test_what_a_clock_decides_is_not_compared(tmp_path: Path):
     timed = ROW | {"timing_s/gen": 1.5, "perf/mfu": 0.1, "environment/fork_servers": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(timed))
     assert bits.rows_of(tmp_path) == [ROW]
+
+
+def test_split_k_is_left_no_workspace_in_the_process_that_has_to_repeat(tmp_path: Path, monkeypatch):
+    given = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> SimpleNamespace:
+        given.append(("--invariant" in command, env.get("CUBLASLT_WORKSPACE_SIZE")))
+        return SimpleNamespace(stdout="", stderr="", returncode=0)
+
+    monkeypatch.setattr(bits.subprocess, "run", run)
+    bits.operations(tmp_path)
+    assert given == [(False, None), (True, "0")]
 
 
 def test_operations_are_rehearsed(capsys: pytest.CaptureFixture):
