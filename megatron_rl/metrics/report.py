@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError
+from megatron_rl.metrics.alarms import find_alarms
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number, trained_environments
 from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table
 from megatron_rl.metrics.jsonl import read_json_object, read_steps, to_plain
@@ -52,6 +53,7 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
         "error": facts.get("error"),
         "progress": _progress(run, rows),
         "figures": _figures(rows),
+        "alarms": [f"step {alarm.step}: {alarm.kind}: {alarm.text}" for alarm in find_alarms(rows)],
         # The same numbers as in ``evaluation.json``, if there is one.
         "evaluation": {"step": newest["step"], "headers": headers, "rows": results} if newest else None,
         "training": _training(rows),

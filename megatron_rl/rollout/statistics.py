@@ -24,16 +24,17 @@ def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessG
     Lengths, turns and endings are of whole samples, all their sequences together.
     """
     local = torch.tensor([_row(group, rollout) for group in groups for rollout in group.rollouts], dtype=torch.float64)
-    table = torch.cat(gather_vectors(local.view(-1), rollout_group)).view(-1, 7)
+    table = torch.cat(gather_vectors(local.view(-1), rollout_group)).view(-1, 8)
     if not table.numel():
         return {}
-    prompt, response, tokens, cut, turns, sequences, logprobs = table.unbind(1)
+    prompt, response, tokens, cut, turns, sequences, logprobs, repeated = table.unbind(1)
     return {
         "prompt_length/mean": prompt.mean().item(),
         "response_length/mean": response.mean().item(),
         "response_length/max": response.max().item(),
         "response_length/min": response.min().item(),
         "response_length/clip_ratio": cut.mean().item(),
+        "response_length/repeated_share": repeated.mean().item(),
         "rollout/logprob_mean": logprobs.sum().item() / max(response.sum().item(), 1.0),
         "rollout/turns_mean": turns.mean().item(),
         "rollout/sequences_mean": sequences.mean().item(),
@@ -45,14 +46,16 @@ def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessG
 
 def _row(group: RolloutGroup, rollout: Rollout) -> tuple[float, ...]:
     """Of a sample: tokens of its prompt, written, of all its sequences with their prompts; cut; turns; sequences; the
-    sum of the log-probs.
+    sum of the log-probs; the share of its 4-grams that it has written before.
     """
     prompts = [len(sequence.prompt_ids) for sequence in group.sequences(rollout)]
     completions = rollout.completions
     turns = sum(completion.num_turns for completion in completions)
     logprobs = sum(sum(completion.inference_logprobs) for completion in completions)
-    tokens = sum(prompts) + rollout.num_tokens
-    return prompts[0], rollout.num_written, tokens, rollout.truncated, turns, len(prompts), logprobs
+    tokens, ids = sum(prompts) + rollout.num_tokens, rollout.completion.token_ids
+    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+    repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return prompts[0], rollout.num_written, tokens, rollout.truncated, turns, len(prompts), logprobs, repeated
 
 
 def lengths_and_seconds(

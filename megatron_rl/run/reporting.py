@@ -22,6 +22,7 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.atomic import Dispensable, remove
 from megatron_rl.config.rl_config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.environments.child import importable
+from megatron_rl.metrics.alarms import AlarmWriter
 from megatron_rl.metrics.console import ConsoleWriter, print_table
 from megatron_rl.metrics.evaluation import by_environment, result_table, with_average
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
@@ -82,6 +83,7 @@ class Reporter:
         displays = [
             ConsoleWriter(sys.stdout, self._config.total_steps),
             TensorBoardWriter(Path(config.tensorboard_dir), resume_step=progress.newest_row),
+            AlarmWriter(row for row in read_rows(self._directory.metrics) if row["step"] <= progress.newest_row),
         ]
         if config.wandb_project is not None and wandb_mode(config.wandb_mode) != "disabled":
             place = config.wandb_project, config.wandb_exp_name, Path(config.wandb_save_dir)

@@ -10,6 +10,7 @@ function drawHeader() {
     data.error ? el("p", { class: "bad-text" }, data.error) : null,
     el("div", { class: "figures" }, ...data.figures.map(([name, value]) =>
       el("div", { class: "figure" }, el("span", { class: "small muted" }, name), el("b", {}, value)))),
+    ...data.alarms.map((text) => el("p", { class: "bad-text" }, text)),
   ];
   document.getElementById("header").append(...parts.filter((part) => part !== null));
 }
