@@ -15,9 +15,9 @@ FORM=${FORM:-strict}
 QUICK=() FLAGS=()
 for word in "$@"; do
     if [ "$word" = --quick ]; then
-        QUICK=(--no-bf16 --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --lr-warmup-iters 0
+        QUICK=(--no-bf16 --grpo-prompts-per-step 2 --grpo-group-size 4 --global-batch-size 8 --lr-warmup-iters 0
                --rl-max-new-tokens 64 --seq-length 512 --rl-sequence-packing-bin-size 1024 --train-iters 2
-               --eval-interval 2 --rl-prompts-per-eval 8 --save-interval 2)
+               --eval-interval 2 --rl-prompts-per-eval 4 --save-interval 2)
     else
         FLAGS+=("$word")
     fi
