@@ -168,11 +168,15 @@ class Watch:
         peak = self._peaks.get(environment)
         if peak is None or value >= peak[1]:
             self._peaks[environment] = step, value, reward
-        elif value < peak[1] - max(0.05, 2 * interval) and reward > peak[2] + 0.01:
+            return
+        best_step, best, before = peak
+        if before != before:  # NaN: evaluated before the first training step
+            before = _means(self._rows[:WINDOW])[REWARD]
+        if value < best - max(0.05, 2 * interval) and reward > before + 0.01:
             yield "held-out falls", (
-                f"held-out {environment} fell from {peak[1]:.3f} (step {peak[0]}) to {value:.3f} while the training "
-                f"reward rose from {peak[2]:.2g} to {reward:.2g}: the reward is gamed, or the tasks are learned by "
-                f"heart; read rollouts/, and go back to step {peak[0]}"
+                f"held-out {environment} fell from {best:.3f} (step {best_step}) to {value:.3f} while the training "
+                f"reward rose from {before:.2g} to {reward:.2g}: the reward is gamed, or the tasks are learned by "
+                f"heart; read rollouts/, and go back to step {best_step}"
             )
 
 
