@@ -97,6 +97,6 @@ def test_missing_and_unfinite_numbers_give_no_alarm() -> None:
 @pytest.mark.parametrize("path", CURVES, ids=lambda path: path.stem)
 def test_recorded_runs(path: Path) -> None:
     """A curve's name begins with good, or with the alarm that the run should give: ``reward_collapse-lr_x30``."""
-    kinds = [alarm.kind.replace(" ", "_") for alarm in find_alarms(map(json.loads, path.read_text().splitlines()))]
+    kinds = [alarm.kind.replace("-", " ").replace(" ", "_") for alarm in find_alarms(map(json.loads, path.read_text().splitlines()))]
     wanted = path.stem.partition("-")[0]
     assert kinds == [] if wanted == "good" else wanted in kinds
