@@ -1,8 +1,8 @@
-"""What the study trains: four settings, and for each the formats and corrections to compare."""
+"""What the study trains: five settings, and for each the formats and corrections to compare."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 ALIGNED = "aligned"
 """In the place of a correction: the trainer's forward pass runs quantised, too."""
@@ -37,7 +37,6 @@ class Setting:
     updates_per_step: int
     pairs: tuple[tuple[str, str], ...]
     """(recipe, correction) to compare; the first is the reference."""
-    rl: str = field(default="")
     prompts: int = 16
     group: int = 16
     lr: float = 8e-4
@@ -125,8 +124,10 @@ EXPERTS = Setting(
     held_out=128,
     model=EXPERTS_MODEL,
 )
+_MOST_USED = (("none", "none"), *((recipe, c) for recipe in ("int8", "fp8") for c in _CORRECTIONS))
+SEEDS = replace(HARD, name="seeds", steps=60, pairs=_MOST_USED)  # stops while the reward still rises
 PUT_ASIDE = replace(HARD, name="partial", pairs=(("none", "none"), ("none", f"token_tis{PARTIAL}")))
-SETTINGS = {setting.name: setting for setting in (EASY, HARD, EXPERTS, PUT_ASIDE)}
+SETTINGS = {setting.name: setting for setting in (EASY, HARD, SEEDS, EXPERTS, PUT_ASIDE)}
 
 
 def quick(setting: Setting) -> Setting:

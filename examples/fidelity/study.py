@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed and a few steps, to see that everything runs")
     parser.add_argument("--seeds", default=None, help="default: 1 2 3")
-    parser.add_argument("--settings", default="easy hard", help="some of easy, hard, experts and partial")
+    parser.add_argument("--settings", default="easy hard", help="some of easy, hard, seeds, experts and partial")
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "fidelity")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one process each")
     arguments = parser.parse_args()
