@@ -28,7 +28,7 @@ def example(monkeypatch):
 
 
 @pytest.mark.parametrize("shorten", [False, True], ids=["full", "quick"])
-@pytest.mark.parametrize("name", ["EASY", "HARD", "EXPERTS"])
+@pytest.mark.parametrize("name", ["EASY", "HARD", "SEEDS", "EXPERTS"])
 def test_every_command_is_valid(example, name: str, shorten: bool):
     settings = example["settings"]
     setting = getattr(settings, name)
@@ -76,6 +76,11 @@ def test_results_are_collected_by_recipe_and_correction(example, tmp_path: Path)
     page = (tmp_path / "fidelity.html").read_text()
     assert page.count("<svg") == 3
     assert page.count("<polyline") == 3 * len(setting.pairs)
+
+
+def test_differences_are_paired_by_seed(example):
+    # Pairs 0.1, 0.2 and 0; standard deviation 0.1; t of two degrees of freedom is 4.303: 4.303 * 0.1 / sqrt(3).
+    assert example["study"].difference([0.5, 0.7, 0.6], [0.4, 0.5, 0.6]) == "+0.100 ± 0.248"
 
 
 def test_an_unknown_setting_is_refused_in_one_line():
