@@ -86,7 +86,7 @@ def test_differences_are_paired_by_seed(example):
 def test_an_unknown_setting_is_refused_in_one_line():
     outcome = run_python("examples/fidelity/study.py", "--settings", "hardest")
     assert outcome.returncode == 2
-    assert "--settings hardest: there are easy, hard, experts" in outcome.stderr
+    assert "--settings hardest: there are easy, hard, seeds, experts" in outcome.stderr
 
 
 def test_gradients_are_compared_by_layer(example, one_rank):
