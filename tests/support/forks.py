@@ -38,6 +38,8 @@ from typing import IO, Any
 import psutil
 import yaml
 
+from tools.planted_faults import switch_context
+
 REPOSITORY = Path(__file__).parents[2]
 _PRELOADED = (
     "megatron_rl.main", "megatron_rl.loop", "megatron_rl.supervised", "megatron_rl.evaluation",
@@ -196,6 +198,8 @@ def _become(job: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
+    if "PLANTED_FAULTS_TEST" in job["env"]:
+        switch_context()
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     for descriptor, stream in zip(job["files"], (1, 2), strict=True):
