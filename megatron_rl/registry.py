@@ -6,7 +6,7 @@
     LOSSES.get("experiments/mine.py:Asymmetric")
     LOSSES.stated("gspo", "AGGREGATION")        a constant of its class or file, without running it
 
-The extension points of the library stand at the end. What the names of a folder need not wait for is torch.
+Each registry stands beside its protocol; those that a flag names stand at the end, where they are read without torch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,10 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megatron_rl.errors import ConfigError, one_line, shorten
 from megatron_rl.user_files import read_text
-
-if TYPE_CHECKING:
-    from megatron_rl.algorithms import Extension, GroupFilter
-    from megatron_rl.endpoint.reasoning import Reasoning
-    from megatron_rl.environments.grading import Grader
-    from megatron_rl.environments.tool_calls.parser import Parser
-    from megatron_rl.families.family import Family
-    from megatron_rl.models.attention.backend import Backend
-    from megatron_rl.quantization.recipe import Recipe
 
 T = TypeVar("T")
 
@@ -184,14 +175,10 @@ def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr | None]:
     return found
 
 
-ADVANTAGES: Registry[type[Extension]] = Registry("advantage", "megatron_rl.algorithms.advantages", "Advantage")
-LOSSES: Registry[type[Extension]] = Registry("policy loss", "megatron_rl.algorithms.losses", "Loss")
-CORRECTIONS: Registry[type[Extension]] = Registry("correction", "megatron_rl.algorithms.corrections", "Correction")
-FILTERS: Registry[type[GroupFilter]] = Registry("group filter", "megatron_rl.algorithms.filters", "Filter")
-RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantization.recipes", "RECIPE")
-BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.models.attention.backends", "BACKEND")
-FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")
-GRADERS: Registry[Grader] = Registry("grader", "megatron_rl.environments.grading", "judge")
-REASONING: Registry[Reasoning] = Registry("reasoning parser", "megatron_rl.endpoint.reasoning", "PARSER")
-PARSERS: Registry[Parser] = Registry("parser of tool calls", "megatron_rl.environments.tool_calls.parsers", "PARSER")
-CALLBACKS: Registry[type] = Registry("callback", "megatron_rl", "")  # only users have some
+ADVANTAGES = Registry[Any]("advantage", "megatron_rl.algorithms.advantages", "Advantage")
+LOSSES = Registry[Any]("policy loss", "megatron_rl.algorithms.losses", "Loss")
+CORRECTIONS = Registry[Any]("correction", "megatron_rl.algorithms.corrections", "Correction")
+FILTERS = Registry[Any]("group filter", "megatron_rl.algorithms.filters", "Filter")
+RECIPES = Registry[Any]("quantisation recipe", "megatron_rl.quantization.recipes", "RECIPE")
+REASONING = Registry[Any]("reasoning parser", "megatron_rl.endpoint.reasoning", "PARSER")
+PARSERS = Registry[Any]("parser of tool calls", "megatron_rl.environments.tool_calls.parsers", "PARSER")

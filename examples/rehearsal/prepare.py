@@ -31,8 +31,8 @@ from megatron_rl.config.rl_config import RLConfig  # noqa: E402
 from megatron_rl.environments.loader import find_environment  # noqa: E402
 from megatron_rl.errors import ConfigError  # noqa: E402
 from megatron_rl.families import read_model  # noqa: E402
+from megatron_rl.families.family import FAMILIES  # noqa: E402
 from megatron_rl.metrics.console import format_table  # noqa: E402
-from megatron_rl.registry import FAMILIES  # noqa: E402
 
 OVERRIDES = yaml.safe_load((Path(__file__).parent / "overrides.yaml").read_text())
 RANKS = 2

@@ -145,10 +145,9 @@ def kernels() -> Iterator[Finding]:
     """Try attention kernels against plain torch."""
     import torch
 
-    from megatron_rl.models.attention.backend import Requirements
+    from megatron_rl.models.attention.backend import BACKENDS, Requirements
     from megatron_rl.models.attention.selection import facts_of, fault_of_cache, fault_of_packed
     from megatron_rl.platform import current_platform
-    from megatron_rl.registry import BACKENDS
 
     device = current_platform().device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -10,10 +10,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_rl.environments.grading import grade, reward_range
+from megatron_rl.environments.grading import GRADERS, grade, reward_range
 from megatron_rl.environments.results import checked_grade, is_right
 from megatron_rl.errors import shorten
-from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade, Task
 
 Reward = Callable[[str, Task], float | Grade]

@@ -32,13 +32,13 @@ import psutil
 
 from megatron_rl.environments import grading
 from megatron_rl.environments.child import adopt_orphans, die_with_parent, kill_group, kill_orphans, parent_channel
+from megatron_rl.environments.grading import GRADERS
 from megatron_rl.environments.grading.fences import imported_by
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, judge_group, result_from_json, result_to_json
 from megatron_rl.environments.sandbox import require_sandbox
 from megatron_rl.environments.wire import group_from_json, item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade
 
 OUT_OF_MEMORY = 99

@@ -15,7 +15,7 @@ from megatron_rl.families.hf_config import HfConfig, model_directory, read_objec
 from megatron_rl.families.rotation import read_rotation
 from megatron_rl.families.weights import WeightMap, decoder_weights
 from megatron_rl.mxfp4 import MXFP4, as_matrices
-from megatron_rl.registry import FAMILIES
+from megatron_rl.registry import Registry
 from megatron_rl.tensor_files import StoredTensor, TensorReader, stored_tensors
 
 NUMBER_FORMATS = ("F32", "BF16", "F16")
@@ -70,6 +70,9 @@ SMALL_DELTA: dict[str, Any] = SMALL | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 3, "num_hidden_layers": 3,
 }  # fmt: skip
 """With recurrent states in all layers but the third."""
+
+
+FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")
 
 
 def read_decoder(
@@ -291,7 +294,8 @@ def weight_problems(model: HfModel) -> list[str]:
         *told(
             [
                 name for name in stored
-                if name not in expected and not _may_be_there(name) and not model.is_passed_through(name)
+                if name not in (*expected, _HEAD) and not name.endswith(_PASSED_OVER)
+                and not model.is_passed_through(name)
             ],
             lambda _: f"is none that {kind} has, and would be ignored; {take}",
         ),
@@ -321,10 +325,6 @@ def _has_own_head(model: HfModel, stored: Mapping[str, StoredTensor]) -> bool:
     with TensorReader(model.directory) as reader:
         parts = zip(*(reader.pieces(name, rows=1024) for name in names), strict=True)
         return not all(head.float().equal(embedding.float()) for head, embedding in parts)
-
-
-def _may_be_there(name: str) -> bool:
-    return name == _HEAD or name.endswith(_PASSED_OVER)
 
 
 def _by(shape: tuple[int, ...]) -> str:

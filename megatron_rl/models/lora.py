@@ -11,7 +11,6 @@ import torch
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.families import Parameter
 from megatron_rl.families.lora import Lora, LowRank, adapters_of
 from megatron_rl.models import changed
 from megatron_rl.models.adapters import LinearAdapter, StackAdapter, adapters_in, attach
@@ -65,14 +64,11 @@ def _attach(linear: torch.nn.Module, parts: Sequence[LowRank], lora: Lora, seed:
     with torch.no_grad():
         for described, values in adapter.named():
             if described.name.endswith("lora_a"):
-                values.copy_(part_of(_drawn(described, seed), described, groups.part_of(described)))
+                # A is uniform within 1 / sqrt(inputs), B zero.
+                generator = torch.Generator().manual_seed(seed_of(seed, described.name))
+                whole = (torch.rand(described.shape, generator=generator) * 2 - 1) / math.sqrt(described.shape[1])
+                values.copy_(part_of(whole, described, groups.part_of(described)))
     attach(linear, adapter)
-
-
-def _drawn(a: Parameter, seed: int) -> torch.Tensor:
-    """The whole A, uniform within 1 / sqrt(inputs)."""
-    generator = torch.Generator().manual_seed(seed_of(seed, a.name))
-    return (torch.rand(a.shape, generator=generator) * 2 - 1) / math.sqrt(a.shape[1])
 
 
 def _with_gradient(_: torch.nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.families import ModelLayout, read_model, weight_problems
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, request, rollout_engine

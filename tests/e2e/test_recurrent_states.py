@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.registry import FAMILIES
+from megatron_rl.families.family import FAMILIES
 from tests.e2e.test_hugging_face import SHAPE_FLAGS
 from tests.support.checkpoints import differences
 from tests.support.hugging_face import write_model

@@ -65,7 +65,7 @@ def write_model(directory: Path, family: str, **sizes: int) -> None:
     """Save a random bf16 model of ``family`` with these ``sizes`` (``config.json``), and the quickstart's tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron_rl.registry import FAMILIES
+    from megatron_rl.families.family import FAMILIES
 
     settings = dict(FAMILIES.get(family).examples[0])
     wide = {name: size for name, size in WIDE.items() if name in settings}

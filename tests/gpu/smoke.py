@@ -51,9 +51,9 @@ def product(recipe_name: str, tokens: int) -> str:
 
 def attention(stored: str) -> str:
     """The kernels over pages against sums in fp64: one new token a row, and several."""
+    from megatron_rl.models.attention.backend import BACKENDS
     from megatron_rl.models.attention.kv_format import FP8
     from megatron_rl.models.attention.selection import facts_of
-    from megatron_rl.registry import BACKENDS
     from tests.support.paged import FilledPages
 
     backend, lengths = BACKENDS.get("triton_paged"), [700, 1, 64, 257]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.context import ContextShare, Share, SharedPrompts, repeated
-from megatron_rl.models.attention.backend import Backend, Requirements
+from megatron_rl.models.attention.backend import BACKENDS, Backend, Requirements
 from megatron_rl.models.attention.kv_format import FP8, rounded_attention
 from megatron_rl.models.attention.plan import prepared_for
 from megatron_rl.models.attention.selection import facts_of
-from megatron_rl.registry import BACKENDS
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.paged import FilledPages, naive
 from tests.support.scoring import gaps, packed

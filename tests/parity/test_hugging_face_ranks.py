@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.tensors import fingerprints
 from megatron_rl.families import ModelLayout, read_model
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import INDEX_FILE, stored_tensors
 from tests.support.hugging_face import EXAMPLES, batch_of, hf_run, loaded_policy, reference_logits, write_model
 from tests.support.ranks import run_ranks

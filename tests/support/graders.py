@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Sequence
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.grading import grade
+from megatron_rl.environments.grading import GRADERS, grade
 from megatron_rl.environments.workers import WorkerPool
-from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade, Task, Transcript
 
 

@@ -15,8 +15,8 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import HfModel
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.registry import FAMILIES
 from megatron_rl.trainer.packing import collate
 from tests.support.samples import make_sample
 from tests.support.tiny import VOCABULARY

@@ -12,12 +12,11 @@ from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.kv_cache import PagedCache, RowCache
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import Sampler
-from megatron_rl.models.attention.backend import DeviceFacts
+from megatron_rl.models.attention.backend import BACKENDS, DeviceFacts
 from megatron_rl.models.attention.selection import choose
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.platform.collectives import OneStage
-from megatron_rl.registry import BACKENDS
 from tests.support.tiny import VOCABULARY
 
 META = torch.device("meta")

@@ -19,11 +19,10 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import MAX_ROWS, TooMuch
 from megatron_rl.environments.data.layouts import AFTER, BEFORE
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
-from megatron_rl.environments.grading import grade
+from megatron_rl.environments.grading import GRADERS, grade
 from megatron_rl.environments.grading.text import END_OF_THOUGHT
 from megatron_rl.environments.results import is_right, judge
 from megatron_rl.errors import ConfigError
-from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade, LaterTurn, Message, Prompt, Split, Task, Transcript
 
 __all__ = ["AFTER", "BEFORE", "DatasetEnvironment", "Overlong", "Problem", "Row", "RowError", "Source", "chosen"]

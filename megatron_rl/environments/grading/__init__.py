@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_rl.environments.grading.expressions import arithmetic_value
-from megatron_rl.registry import GRADERS
+from megatron_rl.registry import Registry
 from megatron_rl.types import Grade
 
-__all__ = ["Grader", "arithmetic_value", "grade", "needs_sandbox", "reward_range", "stated_deadline"]
+__all__ = ["GRADERS", "Grader", "arithmetic_value", "grade", "needs_sandbox", "reward_range", "stated_deadline"]
 
 Grader = Callable[[str, str], Grade]
 """From completion and gold answer."""
+GRADERS: Registry[Grader] = Registry("grader", "megatron_rl.environments.grading", "judge")
 
 
 def grade(kind: str, completion: str, gold: str) -> Grade:

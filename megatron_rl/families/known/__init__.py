@@ -1,1 +1,1 @@
-"""One file is one family; ``FAMILIES`` of `megatron_rl.registry` finds it by its name."""
+"""One file is one family; ``FAMILIES`` of `families.family` finds it by its name."""

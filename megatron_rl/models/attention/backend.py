@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megatron_rl.models.attention.kv_format import KVFormat
+from megatron_rl.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -170,3 +171,6 @@ class Backend:
     packed_rank: int = 0
     """The automatic choice takes the highest rank of those that can run; 0 is never taken automatically."""
     cache_rank: int = 0
+
+
+BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.models.attention.backends", "BACKEND")

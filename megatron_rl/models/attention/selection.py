@@ -22,6 +22,7 @@ from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.families import ModelLayout
 from megatron_rl.families.layout import cache_of
 from megatron_rl.models.attention.backend import (
+    BACKENDS,
     Backend,
     CacheKernel,
     DeviceFacts,
@@ -36,7 +37,6 @@ from megatron_rl.models.attention.kv_format import FP8, KVFormat
 from megatron_rl.models.attention.plan import prepared_for
 from megatron_rl.platform import Platform
 from megatron_rl.platform.collectives import any_rank
-from megatron_rl.registry import BACKENDS
 
 AUTO = "auto"
 _INVARIANT = "invariant"

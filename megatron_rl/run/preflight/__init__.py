@@ -12,7 +12,7 @@ from megatron_rl.config.flags import flags_of
 from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.environments.child import run_in_children
 from megatron_rl.errors import ConfigError, Problem, collecting, shorten
-from megatron_rl.registry import CALLBACKS
+from megatron_rl.registry import Registry
 from megatron_rl.run.preflight import inputs, machine, models, starts
 
 _OF_RL = frozenset(flag.name for flag in flags_of(AlgorithmConfig))
@@ -70,8 +70,8 @@ def extension_problems(config: RLConfig) -> tuple[RLConfig, list[Problem]]:
 
 def callback_classes(config: RLConfig) -> list[type[Callback]]:
     """Import the classes of `--callbacks`; ``ConfigError`` if one is none."""
-    names = config.logging.callbacks
-    found = [CALLBACKS.get(name) if ":" in name else None for name in names]
+    names, registry = config.logging.callbacks, Registry[type]("callback", "megatron_rl", "")  # only users have some
+    found = [registry.get(name) if ":" in name else None for name in names]
     for name, kind in zip(names, found, strict=True):
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
             raise ConfigError([f"{shorten(name)} is no subclass of megatron_rl.Callback; write file.py:Class"])

@@ -8,10 +8,9 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
-from megatron_rl.models.attention.backend import Backend, NewTokens
+from megatron_rl.models.attention.backend import BACKENDS, Backend, NewTokens
 from megatron_rl.models.attention.kv_format import FP8
 from megatron_rl.models.attention.selection import choose, facts_of
-from megatron_rl.registry import BACKENDS
 from tests.support.paged import naive
 
 HEADS, GROUPS, WIDTH, LENGTH = 4, 2, 16, 40

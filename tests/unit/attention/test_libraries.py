@@ -16,11 +16,10 @@ import torch
 
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.errors import ConfigError
-from megatron_rl.models.attention.backend import Backend, DeviceFacts, Requirements
+from megatron_rl.models.attention.backend import BACKENDS, Backend, DeviceFacts, Requirements
 from megatron_rl.models.attention.backends import varlen
 from megatron_rl.models.attention.kv_format import FP8
 from megatron_rl.models.attention.selection import choose, fault_of_cache, fault_of_packed
-from megatron_rl.registry import BACKENDS
 from tests.support import fake_kernels
 from tests.support.paged import FilledPages
 

@@ -11,10 +11,9 @@ import torch
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.errors import ConfigError
 from megatron_rl.models.attention import selection
-from megatron_rl.models.attention.backend import Backend, Requirements, SpanKernel
+from megatron_rl.models.attention.backend import BACKENDS, Backend, Requirements, SpanKernel
 from megatron_rl.models.attention.backends import paged, sdpa
 from megatron_rl.models.attention.kv_format import FP8
-from megatron_rl.registry import BACKENDS
 from tests.support.tiny import tiny_config, tiny_policy
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.models.attention.backend import BACKENDS
 from megatron_rl.models.attention.backends import sdpa
 from megatron_rl.models.attention.padded import Buckets
-from megatron_rl.registry import BACKENDS
 from tests.support.paged import FilledPages, naive
 
 SINKS = [-3.0, 0.0, 2.0, 5.0]

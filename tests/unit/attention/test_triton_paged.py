@@ -11,10 +11,9 @@ import importlib.util
 import pytest
 import torch
 
-from megatron_rl.models.attention.backend import Requirements
+from megatron_rl.models.attention.backend import BACKENDS, Requirements
 from megatron_rl.models.attention.kv_format import FP8
 from megatron_rl.models.attention.selection import DeviceFacts
-from megatron_rl.registry import BACKENDS
 from tests.support.interpreter import INTERPRETED, mend, run_interpreted
 from tests.support.paged import FilledPages
 

@@ -18,11 +18,10 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models.attention.backend import DeviceFacts
+from megatron_rl.models.attention.backend import BACKENDS, DeviceFacts
 from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import BACKENDS
 from tests.gpu import probe
 from tools.benchmark import gpu, gpu_calls
 from tools.benchmark.common import Shape, benchmark_config, random_prompts

@@ -15,8 +15,8 @@ from megatron_rl.checkpoint.hf.save import export_checkpoint
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.tensors import load
 from megatron_rl.families import HfModel, read_model
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import SINGLE_FILE
 from tests.support.hugging_face import hf_run, loaded_policy, write_back, write_model
 

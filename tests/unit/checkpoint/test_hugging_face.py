@@ -24,9 +24,8 @@ from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Parameter, Stages, read_model, weight_problems
 from megatron_rl.families.architecture import ALL_EXPERTS
-from megatron_rl.families.family import SMALL
+from megatron_rl.families.family import FAMILIES, SMALL
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, stored_tensors
 from tests.support.hugging_face import hf_run, loaded_policy, write_back, write_model
 

@@ -16,8 +16,8 @@ from megatron_rl.checkpoint.hf.load import import_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import read_model, weight_problems
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import TensorReader, stored_tensors
 from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits, reference_logits, write_back
 from tests.support.hugging_face import write_model as write_numbers

@@ -15,10 +15,11 @@ import yaml
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.families import read_model
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.models.attention.backend import Requirements
 from megatron_rl.models.attention.selection import fault_of_packed
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FAMILIES, FILTERS, LOSSES, RECIPES
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, RECIPES
 from megatron_rl.run.preflight import extension_problems
 from megatron_rl.types import Transcript
 from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits, reference_logits, write_model

@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from megatron_rl.environments.data import Overlong
-from megatron_rl.environments.grading import grade
+from megatron_rl.environments.grading import GRADERS, grade
 from megatron_rl.errors import ConfigError
-from megatron_rl.registry import GRADERS
 from tests.support.graders import grade_many
 
 

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.environments.config import load_environment_specs
-from megatron_rl.environments.grading import grade, unit_tests
+from megatron_rl.environments.grading import GRADERS, grade, unit_tests
 from megatron_rl.environments.grading.unit_tests import code_of, same_output
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.sandbox import Execution, sandbox_problem
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
-from megatron_rl.registry import GRADERS
 from megatron_rl.types import Task, Transcript
 from tests.unit.environments.conftest import problems_of
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.config.arguments import read_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import LayerKind, read_model
-from megatron_rl.registry import FAMILIES
+from megatron_rl.families.family import FAMILIES
 
 EXAMPLE = {"architectures": ["Gemma3ForCausalLM"], **FAMILIES.get("gemma3_text").examples[0]}
 LOCAL, WHOLE = "sliding_attention", "full_attention"

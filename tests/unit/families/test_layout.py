@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ModelLayout
 from megatron_rl.families.architecture import padded_vocabulary
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.models.blocks.delta import DeltaMixer
 from megatron_rl.models.blocks.latent import LatentAttention
@@ -22,7 +23,6 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.copies import StackedLinear
 from megatron_rl.quantization.linears import parallel_linears
-from megatron_rl.registry import FAMILIES
 from tests.support.hugging_face import EXAMPLES, hf_run
 from tests.support.ranks import run_ranks
 from tests.support.tiny import SHAPES, VOCABULARY, tiny_config, tiny_policy

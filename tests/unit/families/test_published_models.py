@@ -13,7 +13,7 @@ import torch
 from megatron_rl.config.arguments import read_config
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import HfModel, read_model
-from megatron_rl.registry import FAMILIES
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.tensor_files import stored_tensors
 from tests.support.deepseek import DEEPSEEK
 

@@ -11,9 +11,8 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import read_model
-from megatron_rl.families.family import SMALL
+from megatron_rl.families.family import FAMILIES, SMALL
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import FAMILIES
 
 YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 LLAMA3 = {

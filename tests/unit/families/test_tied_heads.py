@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.families import read_model, weight_problems
-from megatron_rl.families.family import SMALL
+from megatron_rl.families.family import FAMILIES, SMALL
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import INDEX_FILE, SINGLE_FILE
 from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits, reference_logits, write_model
 

@@ -19,11 +19,11 @@ from megatron_rl.config.arguments import read_config
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import ModelLayout, peft, read_model
+from megatron_rl.families.family import FAMILIES
 from megatron_rl.families.lora import Lora, adapters_of
 from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import ParallelGroups, current_groups, seed_everything
-from megatron_rl.registry import FAMILIES
 from megatron_rl.run.preflight.starts import adapter_problems, checkpoint_problems
 from megatron_rl.run.weights import Start, start_weights
 from megatron_rl.tensor_files import write_json

@@ -17,11 +17,11 @@ from functools import partial
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.inference.engine import Engine
+from megatron_rl.models.attention.backend import BACKENDS
 from megatron_rl.models.attention.selection import facts_of
 from megatron_rl.models.gpt import PolicyModel, build_model, rollout_mode
 from megatron_rl.platform.groups import seed_everything
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.registry import BACKENDS
 from megatron_rl.run.generation import build_engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, SamplingParams

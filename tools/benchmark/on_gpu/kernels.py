@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.families.parts import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
-from megatron_rl.models.attention.backend import Backend, CacheKernel, Requirements
+from megatron_rl.models.attention.backend import BACKENDS, Backend, CacheKernel, Requirements
 from megatron_rl.models.attention.selection import facts_of
 from megatron_rl.models.gpt import build_model
 from megatron_rl.models.rollout_ops import THIN_ROWS
@@ -17,7 +17,7 @@ from megatron_rl.platform.groups import seed_everything
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.recipe import Packing, Recipe
-from megatron_rl.registry import BACKENDS, RECIPES
+from megatron_rl.registry import RECIPES
 from tools.benchmark.common import benchmark_config
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded, scaled_product
 from tools.benchmark.on_gpu.shapes import ratio, roofline_ms
