@@ -31,7 +31,7 @@ from megatron_rl.environments.tool_calls import DEFAULT, ToolCall, checked_tools
 from megatron_rl.errors import EnvironmentFault, one_line
 from megatron_rl.json_text import dumps
 from megatron_rl.registry import PARSERS
-from megatron_rl.types import Grade, Message, Step, Task, Transcript, Turn
+from megatron_rl.types import Grade, Step, Task, Transcript, Turn
 
 SIMPLE: Mapping[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
@@ -129,8 +129,12 @@ class ToolEnvironment(ConversationEnvironment):
         results += [(new_id(prefix, known + n), "", f"Error: {error}", True) for n, error in enumerate(errors)]
         counts["tool_calls"] += len(said.calls) + len(said.problems)
         counts["bad_tool_calls"] += sum(is_bad for *_, is_bad in results)
-        messages = tuple(self._message(task, *result[:3]) for result in results)
-        return Step(messages, counts, reward=Grade(self.reward_range[0], counts, "no_answer"))
+        shown = self.text_result if isinstance(task.prompt, str) else "{}"
+        messages = [
+            {"role": "tool", "tool_call_id": number, "content": shown.format(text)} | ({"name": name} if name else {})
+            for number, name, text, _ in results
+        ]
+        return Step(tuple(messages), counts, reward=Grade(self.reward_range[0], counts, "no_answer"))
 
     def call(self, name: str, **arguments: Any) -> str:
         """Return a call as the model writes it, for demonstrations and ``gold_turns``."""
@@ -150,10 +154,6 @@ class ToolEnvironment(ConversationEnvironment):
         except Exception as error:  # noqa: BLE001 - an author's code may raise anything
             return f"Error: {one_line(f'{type(error).__name__}: {error}', LONGEST_ERROR)}", True
         return text if len(text) <= self.longest_result else f"{text[: self.longest_result]} ... (cut)", is_bad
-
-    def _message(self, task: Task, number: str, name: str, text: str) -> Message:
-        content = self.text_result.format(text) if isinstance(task.prompt, str) else text
-        return {"role": "tool", "tool_call_id": number, "content": content} | ({"name": name} if name else {})
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:

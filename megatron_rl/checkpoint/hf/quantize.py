@@ -154,11 +154,11 @@ def modules_left_alone(kept: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]
         for name, shape in kept
         if len(shape) >= 2 and not _EMBEDDING.search(name) and not _NORM.search(name)
     }
-    return [_OUTPUT_HEAD, *sorted(names - {_OUTPUT_HEAD, ""}, key=_natural)]
 
+    def by_number(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [_OUTPUT_HEAD, *sorted(names - {_OUTPUT_HEAD, ""}, key=by_number)]
 
 
 # -- the conversion --------------------------------------------------------------------------------
@@ -202,7 +202,11 @@ def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = 
             bytes_after=sum(entry.num_bytes for entries in files.values() for entry in entries.values()),
         )
         with whole_directory(output, source, overwrite) as directory:
-            _require_space(directory, report.bytes_after)
+            if (free := shutil.disk_usage(directory).free) < report.bytes_after:
+                sizes = f"{report.bytes_after / 2**20:,.1f} MiB are needed and {free / 2**20:,.1f} MiB are free"
+                raise CheckpointError(
+                    f"{directory} cannot be written: {sizes}; free space or choose another directory"
+                )
             with TensorWriter(directory, files) as writer:
                 for name in stored:
                     _transfer(reader, writer, name, target)
@@ -210,7 +214,12 @@ def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = 
             left_alone = modules_left_alone((name, stored[name].shape) for name in kept)
             quantization = target.quantization_config(left_alone)
             write_json(directory / CONFIG, {**config, "quantization_config": quantization})
-            _copy(source, directory, small_files)
+            for file in small_files:
+                try:
+                    (directory / file).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(source / file, directory / file)  # what a link points to: hubs' caches are links
+                except OSError as error:
+                    raise cannot_write(directory / file, error) from error
     return report
 
 
@@ -252,15 +261,6 @@ def _plan(stored: Mapping[str, StoredTensor], target: TargetFormat) -> dict[str,
         else:
             entries[name] = tensor
     return files
-
-
-def _require_space(directory: Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise CheckpointError(
-            f"{directory} cannot be written: {needed / 2**20:,.1f} MiB are needed and {free / 2**20:,.1f} MiB are "
-            "free; free space or choose another directory"
-        )
 
 
 # -- the tensors, and the files beside them ------------------------------------------------------
@@ -307,12 +307,3 @@ def _other_files(directory: Path, shards: set[str]) -> tuple[list[Path], tuple[s
         else:
             small.append(Path(path.name))
     return small, tuple(left_out)
-
-
-def _copy(source: Path, directory: Path, files: list[Path]) -> None:
-    for file in files:
-        try:
-            (directory / file).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / file, directory / file)  # what a link points to: hubs' caches are links
-        except OSError as error:
-            raise cannot_write(directory / file, error) from error

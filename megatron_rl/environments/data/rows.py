@@ -188,8 +188,12 @@ def read_rows(source: Source, parse: Callable[[Row], T], bad: Callable[[str], No
     first = next(rows, None)
     if first is None:
         raise ConfigError([f"{source.where} has no rows"])
-    layout = _layout_of(source, first[1])
-    problems: list[str] = []
+    layout, problems = source.layouts[0], list[str]()
+    if isinstance(columns := first[1], Mapping):  # else it is an error of each such row, not of the data set
+        layout = recognised(source.layouts, columns)
+    if layout is None:
+        has = f"it has {_names(columns)}{source.otherwise}"
+        raise ConfigError([f"{source.where} needs the columns {source.wanted}; {has}"])
     for number, values in chain([first], rows):
         try:
             parsed = parse(Row(values, layout, number))
@@ -202,16 +206,6 @@ def read_rows(source: Source, parse: Callable[[Row], T], bad: Callable[[str], No
         problems[MAX_PROBLEMS:] = [f"{source.where}: {hidden} more rows have problems"]
     if problems:
         raise ConfigError(problems)
-
-
-def _layout_of(source: Source, values: object) -> Layout:
-    if not isinstance(values, Mapping):  # an error of each such row, not of the data set
-        return source.layouts[0]
-    layout = recognised(source.layouts, values)
-    if layout is None:
-        has = f"it has {_names(values)}{source.otherwise}"
-        raise ConfigError([f"{source.where} needs the columns {source.wanted}; {has}"])
-    return layout
 
 
 def _checked_text(value: object, what: str) -> str:
@@ -231,74 +225,70 @@ def _names(values: Mapping) -> str:
 
 
 def _read_file(source: Source) -> NumberedRows:
-    path, file = source.path, Path(os.path.expanduser(source.path))
-    if os.path.isdir(file):
-        raise _bad(path, "is a folder; name the file in it")
-    try:
-        open_file(file).close()
-    except ValueError as error:
-        raise _bad(path, str(error)) from error
+    # Not by `datasets`, which changes values: "2024-01-05" to a date, "007" and "NA" of a csv file to 7 and None.
+    file = Path(os.path.expanduser(source.path))
     kind = Path(file.name.removesuffix(".gz")).suffix.lower()
-    readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv}
-    if kind not in readers and file.suffix.lower() != ".parquet":
-        raise _bad(str(file), "has an unknown ending; use .json, .jsonl or .csv (also .gz), or .parquet")
     try:
-        yield from readers[kind](file) if kind in readers else _parquet(file, source)
+        if os.path.isdir(file):
+            raise ValueError("is a folder; name the file in it")
+        open_file(file).close()
+        if kind == ".parquet":
+            yield from _parquet(file, source)
+        elif kind in _TEXT:
+            opener = gzip.open if file.suffix == ".gz" else open
+            with opener(file, "rt", encoding="utf-8-sig", newline="") as opened:
+                yield from _TEXT[kind](opened)
+        else:
+            raise ValueError("has an unknown ending; use .json, .jsonl or .csv (also .gz), or .parquet")
     except UnicodeDecodeError as error:
-        raise _bad(path, f"is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
+        raise _bad(source, f"is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:  # the latter two of damaged archives
-        raise _bad(path, f"cannot be read: {getattr(error, 'strerror', None) or _first_line(error)}") from error
+        raise _bad(source, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except ValueError as error:
+        raise _bad(source, str(error)) from error
 
 
-def _open(file: Path) -> TextIO:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig", newline="")
-    return file.open(encoding="utf-8-sig", newline="")
-
-
-def _jsonl(file: Path) -> NumberedRows:
-    with _open(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+def _jsonl(lines: TextIO) -> NumberedRows:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
             try:
                 row = loads(line)
             except ValueError as error:
                 # every complete row ends its line, so one that does not was cut
                 cut = "" if line.endswith("\n") else "; the file ends in the middle of it and seems truncated"
-                raise _bad(str(file), f"row {number} is not JSON ({_first_line(error)}){cut}") from error
+                raise ValueError(f"row {number} is not JSON ({error}){cut}") from error
             yield number, row
 
 
-def _json(file: Path) -> NumberedRows:
-    with _open(file) as opened:
-        text = opened.read()
+def _json(file: TextIO) -> NumberedRows:
+    text = file.read()
     try:
         rows = loads(text)
     except ValueError as error:
-        several = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
-        advice = "; name it .jsonl if every line is a row" if several else ""
-        raise _bad(str(file), f"is not JSON ({_first_line(error)}){advice}") from error
+        advice = "; name it .jsonl if every line is a row" if str(error).startswith("Extra data") else ""
+        raise ValueError(f"is not JSON ({error}){advice}") from error
     if not isinstance(rows, list):
-        raise _bad(str(file), f"must hold a list of rows, not a {type(rows).__name__}")
-    yield from enumerate(rows, start=1)
+        raise ValueError(f"must hold a list of rows, not a {type(rows).__name__}")
+    return enumerate(rows, start=1)
 
 
-def _csv(file: Path) -> NumberedRows:
-    with _open(file) as opened:
-        reader = csv.reader(opened, strict=True)
-        try:
-            header = next(reader, [])
-            for number, fields in enumerate((fields for fields in reader if fields), start=1):
-                if len(fields) != len(header):
-                    raise _bad(str(file), f"row {number} has {len(fields)} fields, its header {len(header)}")
-                yield number, dict(zip(header, fields, strict=True))
-        except csv.Error as error:
-            raise _bad(str(file), f"is not CSV or is truncated: line {reader.line_num}: {error}") from error
+def _csv(file: TextIO) -> NumberedRows:
+    reader = csv.reader(file, strict=True)
+    try:
+        header = next(reader, [])
+        for number, fields in enumerate(filter(None, reader), start=1):
+            if len(fields) != len(header):
+                raise ValueError(f"row {number} has {len(fields)} fields, its header {len(header)}")
+            yield number, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"is not CSV or is truncated: line {reader.line_num}: {error}") from error
+
+
+_TEXT = {".json": _json, ".jsonl": _jsonl, ".csv": _csv}
 
 
 def _parquet(file: Path, source: Source) -> NumberedRows:
-    # imported here: pyarrow takes most of a second, which text files need not pay
+    # imported here: text files need not pay for pyarrow, nor parquet for `datasets`, seven times as slow
     import pyarrow
     import pyarrow.parquet
 
@@ -307,21 +297,17 @@ def _parquet(file: Path, source: Source) -> NumberedRows:
             columns = source.columns_of(opened.schema_arrow.names)
             yield from _numbered(opened.iter_batches(BATCH, columns=columns))
     except pyarrow.ArrowException as error:
-        raise _bad(str(file), f"is not parquet or is truncated: {_first_line(error)}") from error
+        raise ValueError(f"is not parquet or is truncated: {one_line(str(error))}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _bad(path: str, problem: str) -> ConfigError:
-    return ConfigError([f"{path} {problem}" if not problem.startswith("row ") else f"{path}: {problem}"])
+def _bad(source: Source, problem: str) -> ConfigError:
+    return ConfigError([f"{source.path or source.hub}{':' * problem.startswith('row ')} {problem}"])
 
 
 def _read_hub(source: Source) -> NumberedRows:
     inside = (name for *_, names in os.walk(source.hub) for name in names)
     if next(islice(inside, MAX_FILES, None), None) is not None:
-        raise _bad(source.hub, f"is a folder with more than {MAX_FILES:,} files; name one of them")
+        raise _bad(source, f"is a folder with more than {MAX_FILES:,} files; name one of them")
     # imported here: `datasets` takes five seconds, which local files need not pay
     import datasets
 

@@ -76,7 +76,12 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
             name, arguments, *own = piece
             number = own[0] if own and own[0] not in ids else reader.new_id(prefix, len(calls))
             ids.add(number)
-            calls.append(ToolCall(number, name, arguments, _problem(name, arguments, schemas)))
+            if name in schemas:
+                problem = fault_of(arguments, schemas[name])
+            else:
+                near = f"there is no function {unknown(name[:100], schemas)}"
+                problem = near if schemas else f"no function {shorten(name)}"
+            calls.append(ToolCall(number, name, arguments, problem))
     shown = "".join(content)
     return Parsed(shown.strip() if calls else shown, tuple(calls), tuple(problems))
 
@@ -116,9 +121,3 @@ def _ends_in_call(pieces: Iterator[Piece]) -> bool:
 def parser_for(template: str) -> str:
     """Return the parser of calls as a chat template shows them; "" where no parser knows its form."""
     return next((name for name in PARSERS.names() if PARSERS.get(name).writes(template)), "")
-
-
-def _problem(name: str, arguments: Mapping[str, Any], schemas: Schemas) -> str:
-    if name not in schemas:
-        return f"there is no function {unknown(name[:100], schemas)}" if schemas else f"no function {shorten(name)}"
-    return fault_of(arguments, schemas[name])

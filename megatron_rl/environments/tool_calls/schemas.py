@@ -1,13 +1,14 @@
 """Tools as in OpenAI's API: whether their schemas are sound, and arguments are as they say.
 
 Of JSON Schema this reads ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties`` (false),
-``items``, ``anyOf`` and ``oneOf``; other keywords constrain nothing here.
+``items``, ``anyOf`` and ``oneOf``; other keywords constrain nothing here. The package jsonschema would take 60 times as
+long for the tools of a request, and follow patterns and references that a client sends (decision 021).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.errors import shorten
@@ -126,33 +127,30 @@ def value_of(text: str, schema: Mapping[str, Any]) -> Any:
 
 def fault_of(value: object, schema: Mapping[str, Any], where: str = "") -> str:
     """Say what is wrong with ``value``; "" where it is as the schema says."""
-    called = where or "the object of arguments"
+    return next(_faults(value, schema, where), "")
+
+
+def _faults(value: object, schema: Mapping[str, Any], where: str) -> Iterator[str]:
+    called, prefix = where or "the object of arguments", f"{where}." if where else ""
     if "type" in schema and not any(_is_a(value, kind) for kind in types_of(schema)):
-        return f"{called} is {shorten(value)}; it must be of type {' or '.join(sorted(types_of(schema)))}"
+        yield f"{called} is {shorten(value)}; it must be of type {' or '.join(sorted(types_of(schema)))}"
     allowed = [schema["const"]] if "const" in schema else schema.get("enum")
     if allowed is not None and not any(type(value) is type(one) and value == one for one in allowed):
-        return f"{called} is {shorten(value)}; it must be one of {shorten(list(allowed))}"
+        yield f"{called} is {shorten(value)}; it must be one of {shorten(list(allowed))}"
     faults = [fault_of(value, choice, where) for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))]
     if faults and all(faults):
-        return faults[0] if len(faults) == 1 else f"{called} is {shorten(value)}, none of what it may be: {faults[0]}"
+        yield faults[0] if len(faults) == 1 else f"{called} is {shorten(value)}, none of what it may be: {faults[0]}"
     if isinstance(value, Mapping):
-        return _fault_of_object(value, schema, where)
-    if isinstance(value, list | tuple) and "items" in schema:
-        found = (fault_of(item, schema["items"], f"{called}[{index}]") for index, item in enumerate(value))
-        return next(filter(None, found), "")
-    return ""
-
-
-def _fault_of_object(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> str:
-    properties, prefix = schema.get("properties", {}), f"{where}." if where else ""
-    missing = [name for name in schema.get("required", ()) if name not in value]
-    if missing:
-        return f"{prefix}{missing[0]} is missing"
-    unknown = [name for name in value if name not in properties]
-    if unknown and schema.get("additionalProperties") is False:
-        return f"there is no {prefix}{shorten(unknown[0])}; known: {', '.join(properties) or 'none'}"
-    found = (fault_of(value[name], inner, prefix + name) for name, inner in properties.items() if name in value)
-    return next(filter(None, found), "")
+        properties = schema.get("properties", {})
+        yield from (f"{prefix}{name} is missing" for name in schema.get("required", ()) if name not in value)
+        if schema.get("additionalProperties") is False:
+            known = ", ".join(properties) or "none"
+            yield from (f"there is no {prefix}{shorten(n)}; known: {known}" for n in value if n not in properties)
+        for name in (name for name in properties if name in value):
+            yield from _faults(value[name], properties[name], prefix + name)
+    elif isinstance(value, list | tuple) and "items" in schema:
+        for index, item in enumerate(value):
+            yield from _faults(item, schema["items"], f"{called}[{index}]")
 
 
 def _is_a(value: object, kind: str) -> bool:
