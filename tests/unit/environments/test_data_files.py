@@ -92,6 +92,15 @@ def test_a_bad_file_is_one_line(tmp_path, name, content, wanted):
     assert problem.startswith(wanted)
 
 
+@pytest.mark.parametrize("answer", ["2024-01-05", "007", "NA", "5", 5, 10**30])
+def test_answers_stay_as_the_file_has_them(tmp_path, answer):
+    """`datasets` makes dates, numbers, None and floats of them: decision 021."""
+    (tmp_path / "x.jsonl").write_text(lines([{"question": "?", "answer": answer}, {"question": "!", "answer": "text"}]))
+    (tmp_path / "x.csv").write_text(f"question,answer\n?,{answer}\n!,text\n")
+    for name in ("x.jsonl", "x.csv"):
+        assert [task.data["gold"] for task in tasks(tmp_path / name)] == [str(answer), "text"]
+
+
 def test_the_end_of_a_cut_file_is_called_truncated(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(lines()[:-20])
