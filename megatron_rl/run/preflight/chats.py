@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import re
-import resource
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template, reason_in_template
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.errors import ConfigError, Problem, one_line, shorten
-from megatron_rl.json_text import dumps, loads
+from megatron_rl.json_text import loads
 from megatron_rl.registry import PARSERS, REASONING, Registry
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Message
 
-DEADLINE_S = 10.0
 _QUESTION = "What is 2 + 3?"
 _SINGLE: Mapping[str, Sequence[Message]] = {"a single question": [{"role": "user", "content": _QUESTION}]}
-_LONGEST_TEXT = 100_000
-_MEMORY_BYTES = 2**30
 _MOST_SHOWN = 3
 
 logger = logging.getLogger(__name__)
@@ -113,17 +104,6 @@ def _without_effect(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[Pro
         flag = f"--{name.replace('_', '-')}"
         if getattr(config.tokenizer, name) and not may_chat:
             yield Problem(flag, f"{flag} has no effect: all prompts are plain text; {advice}")
-    calling = any(item.is_harness or (item.chat.tools and item.first_chat is not None) for item in found)
-    if config.tokenizer.rl_tool_call_parser != "auto" and not calling:
-        text = "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
-        yield Problem("--rl-tool-call-parser", text)
-    if config.tokenizer.rl_reasoning_parser != "none" and not any(item.is_harness for item in found):
-        text = "--rl-reasoning-parser has no effect: no harness calls the endpoint; leave it out"
-        yield Problem("--rl-reasoning-parser", text)
-    for item in (item for item in found if item not in may_chat):
-        if replace(item.chat, tools=()) != ChatFormat():
-            what = "the chat template or system prompt of its entry has no effect: its prompts are plain text"
-            yield Problem("--langrl-env-config", f"{item.name}: {what}; {advice}")
 
 
 def _unread(of_run: ChatFormat, chats: Sequence[Surveyed], sources: Sequence[str]) -> Iterator[Problem]:
@@ -137,16 +117,15 @@ def _unread(of_run: ChatFormat, chats: Sequence[Surveyed], sources: Sequence[str
 
 
 def template_problems(
-    tokenizer: Tokenizer, environment: str = "", chats: Mapping[str, Sequence[Message]] | None = None,
-    deadline_s: float = DEADLINE_S,
-) -> Iterator[Problem]:  # fmt: skip
+    tokenizer: Tokenizer, environment: str = "", chats: Mapping[str, Sequence[Message]] | None = None
+) -> Iterator[Problem]:
     """Report why the chat template of an environment cannot render a single question, or ``chats`` by their rows.
 
-    It is a program that came with the tokenizer: transformers renders it in jinja's sandbox, here where it can be
-    stopped. Rows that it refuses are skipped, with a warning; they are a problem where no other row is left.
+    Rows that it refuses are skipped, with a warning; they are a problem where no other row is left.
     """
     path, refused = tokenizer.chat_format(environment).path, dict[str, str]()
-    for row, fault, is_refused in _faults(tokenizer, environment, {**_SINGLE, **(chats or {})}, deadline_s):
+    for row, messages in {**_SINGLE, **(chats or {})}.items():
+        fault, is_refused = _rendered(tokenizer, environment, row, messages)
         if is_refused and row not in _SINGLE:
             refused[row] = fault
         elif fault and path is not None:
@@ -170,52 +149,16 @@ def template_problems(
             yield Problem("--langrl-env-config", f"{text}; {advice}")
 
 
-def _faults(
-    tokenizer: Tokenizer, environment: str, chats: Mapping[str, Sequence[Message]], deadline_s: float
-) -> Iterator[tuple[str, str, bool]]:
-    """Yield each row with the template's fault, empty if it has none, and whether the template raised an error."""
-    # Forked, so that nothing is imported or loaded again; the copy runs jinja and no thread of this process.
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_render, args=(tokenizer, environment, chats, writer), daemon=True)
-    process.start()
-    writer.close()
-    deadline = time.monotonic() + deadline_s
+def _rendered(tokenizer: Tokenizer, environment: str, row: str, messages: Sequence[Message]) -> tuple[str, bool]:
+    """Return the template's fault for a row, empty if it has none, and whether the template raised an error."""
     try:
-        for row in chats:
-            if not reader.poll(max(0.0, deadline - time.monotonic())):
-                yield row, f"does not end: {row} takes more than {deadline_s:g} s", False
-                return
-            yield row, *loads(reader.recv_bytes())
-    except EOFError:
-        process.join()
-        yield row, f"ends the process that renders {row} (exit code {process.exitcode})", False
-    finally:
-        process.kill()
-        process.join()
-        reader.close()
-
-
-def _render(tokenizer: Tokenizer, environment: str, chats: Mapping[str, Sequence[Message]], writer: Connection) -> None:
-    """In the process."""
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, resource.RLIM_INFINITY))
-    for row, messages in chats.items():
-        fault, is_refused = "", False
-        try:
-            fault = _fault_of(tokenizer, environment, row, messages) if messages else ""
-        except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
-            error = error.__cause__ or error
-            is_refused = not isinstance(error, MemoryError)
-            said = reason_in_template(error) if is_refused else f"MemoryError: beyond {_MEMORY_BYTES:,} bytes"
-            fault = f"cannot render {row} ({said})"
-        writer.send_bytes(dumps([fault, is_refused]).encode())
+        return _fault_of(tokenizer, environment, row, messages) if messages else "", False
+    except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
+        return f"cannot render {row} ({reason_in_template(error.__cause__ or error)})", True
 
 
 def _fault_of(tokenizer: Tokenizer, environment: str, row: str, messages: Sequence[Message]) -> str:
     text, chat = tokenizer.render(messages, environment), tokenizer.chat_format(environment)
-    if len(text) > _LONGEST_TEXT + 10 * sum(len(message["content"]) for message in messages):
-        return f"makes more than {_LONGEST_TEXT:,} characters of {row}"
     for who, said in (("user", _QUESTION), ("system prompt", chat.system_prompt or "")) if row in _SINGLE else ():
         if "".join(said.split()) not in "".join(text.split()):
             return f"leaves out what the {who} says: {shorten(said)} becomes {one_line(text, 100)!r}"

@@ -31,11 +31,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def _problems(tokenizer: Path, folder: Path, template: object, deadline_s: float = 60.0) -> list[str]:
+def _problems(tokenizer: Path, folder: Path, template: object) -> list[str]:
     directory = shutil.copytree(tokenizer, folder / "tokenizer")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    return [problem.text for problem in template_problems(load_tokenizer(str(directory)), deadline_s=deadline_s)]
+    return [problem.text for problem in template_problems(load_tokenizer(str(directory)))]
 
 
 @pytest.mark.parametrize("template", [CHATML, {"default": CHATML}, [{"name": "default", "template": CHATML}]])
@@ -62,19 +62,6 @@ def test_what_does_not(tokenizer: Path, tmp_path: Path, template: object, fault:
     assert line.startswith(f"the chat template of tokenizer '{tmp_path / 'tokenizer'}' ")
     assert fault in line and line.endswith("or use the tokenizer of a chat model")
     assert "\n" not in line and len(line) < 900
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
-        "{% endfor %}",
-        "{{ 9 ** (9 ** 9) }}",  # one operation in C, which no signal interrupts
-    ],
-)
-def test_what_never_ends_is_stopped(tokenizer: Path, tmp_path: Path, template: str) -> None:
-    (line,) = _problems(tokenizer, tmp_path, template, deadline_s=0.5)
-    assert "does not end: a single question takes more than 0.5 s" in line
 
 
 def test_a_fault_has_the_templates_line(tokenizer: Path) -> None:
@@ -145,8 +132,6 @@ def test_what_would_have_no_effect_is_refused(tokenizer: Path, tmp_path: Path) -
     assert _chat_lines(tokenizer, [plain, chat], **named, system_prompt="S") == []
     [line] = _chat_lines(tokenizer, [plain], system_prompt="S")
     assert line.startswith("--system-prompt has no effect: all prompts are plain text")
-    [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat(system_prompt="S")), chat], **named)
-    assert line.startswith("sums: the chat template or system prompt of its entry has no effect")
     [line] = _chat_lines(tokenizer, [chat], **named, chat_template_kwargs='{"enable_thinkin": false}')
     assert line.startswith("--chat-template-kwargs has 'enable_thinkin', which no chat template reads")
     misspelt = _found("talk", True, ChatFormat(template_kwargs={"role_": 1}))
@@ -178,12 +163,6 @@ def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
     assert line.startswith("talk has tools, and its chat template writes calls in a form that no parser knows (")
     assert "hermes, " in line
     assert _chat_lines(tokenizer, unknown, rl_tool_call_parser="llama") == []
-    [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat())], rl_tool_call_parser="llama")
-    assert line == "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
-    harness = replace(_found("agent", False, ChatFormat()), is_harness=True)
-    assert _chat_lines(tokenizer, [harness], rl_tool_call_parser="llama", rl_reasoning_parser="think") == []
-    [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat())], rl_reasoning_parser="think")
-    assert line == "--rl-reasoning-parser has no effect: no harness calls the endpoint; leave it out"
     assert _chat_lines(tokenizer, [_found("sums", False, ChatFormat(tools=tools))]) == []
 
 
@@ -231,20 +210,3 @@ def test_rows_that_the_template_refuses(tokenizer: Path, caplog, chats, flags, p
     assert all("or give another template with --chat-template" in line for line in lines)
     told = "".join(record.message for record in caplog.records)
     assert warning in told and bool(warning) == bool(told)
-
-
-@pytest.mark.parametrize(
-    ("template", "fault"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end: train row 1"),
-        ("{{ 'a' * 3000000000 }}", "cannot render train row 1 of system, user (MemoryError: beyond 1,073,741,824"),
-        ("{{ 'a' * 9000000 }}", "makes more than 100,000 characters of train row 1"),
-    ],
-)
-def test_a_shape_on_which_the_template_never_ends(tokenizer: Path, template: str, fault: str) -> None:
-    written = load_tokenizer(str(tokenizer)).formatting(
-        ChatFormat("{% if messages[0].role == 'system' %}" + template + "{% endif %}" + CHATML, path="own.jinja")
-    )
-    seconds = 3.0 if "range" in template else 60.0
-    [problem] = template_problems(written, "talk", _rows("train", FINE, SYSTEM, SYSTEM), seconds)
-    assert problem.text.startswith(f"chat template own.jinja {fault}") and "or use the tokenizer's own" in problem.text
