@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.config.arguments import read_config
 from tests.support.forks import run_python
-from tests.support.quantized import quantizable_policy
+from tests.support.generation import rollout_engine
+from tests.support.quantized import LINEARS, quantizable_policy
 
 ROOT = Path(__file__).parents[3]
 FILES = ["--tokenizer-model", "T", "--langrl-env-config", "E", "--run-dir", "R"]
@@ -21,7 +23,7 @@ FILES = ["--tokenizer-model", "T", "--langrl-env-config", "E", "--run-dir", "R"]
 def example(monkeypatch):
     """The modules of the example, which import each other by their file names."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "fidelity"))
-    names = ("settings", "plot", "controls", "study", "gradients")
+    names = ("settings", "plot", "controls", "study", "gradients", "scored", "by_layer")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -103,3 +105,33 @@ def test_gradients_are_compared_by_layer(example, one_rank):
     assert list(rows) == ["layer 0", "layer 1", "all layers"]
     for fp32, twice, quantized, _ in rows.values():
         assert fp32 < 1e-4 and twice == pytest.approx(1) and 0.01 < quantized < 1
+
+
+def test_formats_are_split_by_layer(example, one_rank, tmp_path: Path):
+    """One layer alone does less harm than all; a pass from a layer on is the whole pass; nothing quantized is fp32."""
+    by_layer, policy = example["by_layer"], quantizable_policy(seq_length=64)
+    study, results = by_layer.Study(policy, one_rank), by_layer.Results(tmp_path / "results.json")
+    prompts = [[5, 9, 7, 11], [8, 6, 10]]
+    engines = {kind: rollout_engine(policy, kv_cache_dtype=kind) for kind in (None, torch.float8_e4m3fn)}
+    asked = by_layer.requests_of(prompts, 2, 12)
+    answers = [[one.token_ids for one in group] for group in by_layer.answered(study, engines[None], asked, 0)]
+    batches = [by_layer.batch_of(*pair, policy.device) for pair in zip(prompts, answers, strict=True)]
+    by_layer.measure_formats(
+        study, results, batches, prompts, dict(zip(("auto", "fp8"), engines.values(), strict=True))
+    )
+    by_layer.measure_layers(study, results, batches, [["first:1"]])
+    values = results.values
+    for name, row in values.items():
+        if name.startswith("format"):
+            assert row["engine"] < 1e-5, name
+    exact, inputs = by_layer.recorded(study, batches)
+    with by_layer.beginning_at(policy.layers, 1, inputs[1]):
+        assert by_layer.compared(exact, study.scores(batches, whole=True))["kl"] == pytest.approx(0, abs=1e-6)
+    for recipe in ("int8", "fp8"):
+        assert values[f"{recipe} layer 1"]["kl"] < values[f"{recipe} all"]["kl"]
+        assert values[f"{recipe} without first:1"] == values[f"{recipe} layer 1"]
+    assert set(values["activations"]) == set(LINEARS)
+    worst = values["activations"]["layers.0.mlp.linear_fc1"]
+    assert worst["largest"] >= worst["median"] > 0 and 0 < worst["error_int8"] < worst["error_fp8"] < 0.2
+    assert by_layer.Results(tmp_path / "results.json").values == values
+    by_layer.report(values)
