@@ -1,16 +1,15 @@
 #!/usr/bin/env python
-"""What 8-bit formats do to one set of answers, which layers make the error, and what it helps to skip those.
+"""What 8-bit formats do to recorded answers, which layers make the error, and what it brings to skip those.
 
-    python examples/fidelity/by_layer.py --model MODEL --questions gsm8k/test.jsonl --out DIR
+    python examples/fidelity/by_layer.py --model MODEL --answers RUN/rollouts/eval_000000.jsonl --out DIR
 
-The model answers in fp32, once; every format is scored on the same tokens. `DIR/results.json` has all figures and is
-written after each of them: a second call of the command goes on where the first one stopped.
+The answers are those that a run with unquantized rollouts recorded before its first update; every format is scored on
+the same tokens in fp32. `DIR/results.json` is written after each figure, and a second call goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -20,108 +19,122 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scored import Study, activations, answered, batch_of, beginning_at, compared, engine_gap, recorded, requests_of
+from scored import (
+    Answer,
+    RoundingCache,
+    Study,
+    batch_of,
+    beginning_at,
+    compared,
+    described,
+    engine_gap,
+    quantized,
+)  # fmt: skip
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.cli.model import model_config
 from megatron_rl.families import read_model
-from megatron_rl.generation import as_prompt
-from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.console import print_table
 from megatron_rl.models.attention.kv_format import rounded_attention
 from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import initialize, shut_down
 from megatron_rl.quantization.audit import observed
-from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
+from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.quantization.shapes import skipped
 from megatron_rl.registry import RECIPES
 from megatron_rl.run.generation import build_engine
 from megatron_rl.run.preflight.inputs import open_tokenizer
 
-FORMATS = ("int8", "int8_smooth", "fp8", "fp8_tensor", "fp8_block", "fp8_block_pow2")
+CACHE = "KV cache fp8"
+FORMATS = ("int8", "int8_smooth", "fp8", "fp8_block", CACHE, "fp8_tensor", "fp8_block_pow2")
 BY_LAYER = ("int8", "fp8")
 """Formats whose error is split by layer."""
-ASK = " Let's think step by step and output the final answer after \"####\"."
+CHECK_TOKENS = 12
+"""Length of the answer that the engine draws in each format, to be compared with the trainer's quantized pass."""
+PARTS = ("formats", "layers", "engine")
 
 
 class Results:
     """Figures by name, in a file that is written after each of them."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._clock = path, time.process_time()
+        self._path = path
         self.values: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
 
     def of(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return the figures of ``name``, computed if they are not in the file."""
         if name not in self.values:
-            self.values[name], before = compute(), self._clock
-            self._clock = time.process_time()
+            before = time.process_time()
+            self.values[name] = compute()
             seconds = self.values.setdefault("cpu_seconds", {})
-            seconds[name] = round(self._clock - before, 1)
+            seconds[name] = round(time.process_time() - before, 1)
             self._path.write_text(json.dumps(self.values))
             sys.stderr.write(f"{name}: {seconds[name]} CPU seconds, load {os.getloadavg()[0]:.0f}\n")
         return self.values[name]
 
 
-def measure_formats(
-    study: Study, results: Results, batches: Sequence[TokenBatch], prompts: Sequence[Sequence[int]],
-    engines: Mapping[str, Engine],
-) -> None:  # fmt: skip
+def measure_formats(study: Study, results: Results, batch: TokenBatch) -> None:
     """Compare each format with fp32 on all answers. `int8_smooth` is calibrated on their channels, as a run's is."""
     with observed(study.policy.gpt, channels=True) as seen:
-        exact = study.scores(batches)
+        exact = study.scores(batch)
+    amax = {name: one.channel_amax for name, one in seen.items()}
+    gap = (exact.logprobs - batch.inference_logprobs[batch.in_loss]).abs()
+    results.of("format none", lambda: {"tokens": len(gap), "gap": float(gap.mean()), "largest": float(gap.max())})
 
-    def of_format(name: str, version: int) -> dict[str, float]:
-        linears = QuantizedLinears(study.policy.gpt, RECIPES.get(name))
-        if linears.recipe is not None and linears.recipe.needs_calibration:
-            linears.calibrate({layer: one.channel_amax for layer, one in seen.items()})
-        with linears.installed():
-            gap = engine_gap(study, engines["auto"], prompts, version)
-            return {"engine": gap} if name == "none" else compared(exact, study.scores(batches)) | {"engine": gap}
+    def measured(name: str) -> dict[str, float]:
+        is_cache = name == CACHE
+        inside = rounded_attention(study.policy.layers, RoundingCache(study.policy)) if is_cache else None
+        with inside or quantized(study, name, channel_amax=amax):
+            return compared(exact, study.scores(batch))
 
-    def of_cache() -> dict[str, float]:
-        gap = engine_gap(study, engines["fp8"], prompts, 99, rounds_cache=True)
-        with rounded_attention(study.policy.layers, engines["fp8"].kv_format):
-            return compared(exact, study.scores(batches)) | {"engine": gap}
-
-    for version, name in enumerate(("none", *FORMATS), start=1):
-        results.of(f"format {name}", partial(of_format, name, version))
-    results.of("format KV cache fp8", of_cache)
+    for name in FORMATS:
+        results.of(f"format {name}", partial(measured, name))
 
 
-def measure_layers(
-    study: Study, results: Results, probes: Sequence[TokenBatch], skips: Sequence[Sequence[str]]
-) -> None:
+def measure_layers(study: Study, results: Results, batch: TokenBatch, skips: Sequence[Sequence[str]]) -> None:
     """Measure with one layer quantized, one kind of linear, one linear of the worst layers; then all but the worst."""
-    results.of("activations", lambda: activations(study, probes, BY_LAYER))
-    exact, inputs = recorded(study, probes)
-    names = list(parallel_linears(study.policy.gpt))
-    kinds, count = list(dict.fromkeys(map(kind_of, names))), len(inputs)
+    exact, inputs, linears = described(study, batch, () if "activations" in results.values else BY_LAYER)
+    results.of("activations", lambda: linears)
+    names, count = list(linears), len(inputs)
+    kinds = list(dict.fromkeys(map(kind_of, names)))
 
-    def kept(recipe: str, start: int, skip: Sequence[str]) -> dict[str, float]:
-        linears = QuantizedLinears(study.policy.gpt, RECIPES.get(recipe), skip)
-        with beginning_at(study.policy.layers, start, inputs[start]), linears.installed():
-            return compared(exact, study.scores(probes, whole=True))
+    def measured(recipe: str, wanted: Sequence[str]) -> dict[str, float]:
+        start = min(map(layer_of, wanted))
+        with beginning_at(study.policy.layers, start, inputs[start]), quantized(study, recipe, wanted):
+            return compared(exact, study.scores(batch, exact))
 
-    def alone(recipe: str, start: int, *wanted: str) -> dict[str, float]:
-        return kept(recipe, start, [name for name in names if name not in wanted])
+    def one(recipe: str, what: str, wanted: Sequence[str]) -> float:
+        return results.of(f"{recipe} {what}", partial(measured, recipe, wanted))["kl"]
 
     for recipe in BY_LAYER:
-        results.of(f"{recipe} all", partial(kept, recipe, 0, ()))
-        for index in range(count):
-            own = [name for name in names if layer_of(name) == index]
-            results.of(f"{recipe} layer {index}", partial(alone, recipe, index, *own))
-        for kind in kinds:
-            results.of(f"{recipe} kind {kind}", partial(alone, recipe, 0, *(n for n in names if kind_of(n) == kind)))
-        worst = sorted(range(count), key=lambda index: -results.values[f"{recipe} layer {index}"]["kl"])
+        one(recipe, "all", names)
+        kls = [one(recipe, f"layer {i}", [name for name in names if layer_of(name) == i]) for i in range(count)]
+        worst = sorted(range(count), key=lambda index: -kls[index])
+        of_kinds = {kind: one(recipe, f"kind {kind}", [n for n in names if kind_of(n) == kind]) for kind in kinds}
         for name in names:
             if layer_of(name) in worst[:2]:
-                results.of(f"{recipe} linear {name}", partial(alone, recipe, layer_of(name), name))
-        kind = max(kinds, key=lambda kind: results.values[f"{recipe} kind {kind}"]["kl"])
+                one(recipe, f"linear {name}", [name])
         sets = [[f"layers.{index}.*" for index in worst[:size]] for size in (1, 2, 4) if size < count]
-        for skip in (*sets, [f"layers.*.{kind}"], *skips):
-            results.of(f"{recipe} without {' '.join(skip)}", partial(kept, recipe, 0, skip))
+        for skip in (*sets, [f"layers.*.{max(of_kinds, key=of_kinds.get)}"], *skips):
+            wanted = [name for name in names if not skipped(name, skip, count)]
+            one(recipe, f"without {' '.join(skip)}", wanted)
+
+
+def measure_engine(study: Study, results: Results, engines: Mapping[str, Callable], prompt: Sequence[int]) -> None:
+    """Compare the engine with the trainer, both in one format; needs memory for the copies of all linears."""
+
+    def measured(name: str) -> dict[str, float]:
+        if name == CACHE:
+            engine = engines["fp8"]()
+            with rounded_attention(study.policy.layers, engine.kv_format):
+                return {"engine": engine_gap(study, engine, prompt, CHECK_TOKENS)}
+        with QuantizedLinears(study.policy.gpt, RECIPES.get(name)).installed():
+            return {"engine": engine_gap(study, engines["auto"](), prompt, CHECK_TOKENS)}
+
+    for name in FORMATS:
+        results.of(f"engine {name}", partial(measured, name))
 
 
 def layer_of(name: str) -> int:
@@ -134,61 +147,62 @@ def kind_of(name: str) -> str:
     return name.split(".", 2)[2]
 
 
+def answers_of(files: Sequence[Path], prompts: int, samples: int) -> list[Answer]:
+    """Read the first ``samples`` sampled answers to each of the first ``prompts`` prompts from rollout records."""
+    found: dict[tuple[int, ...], list[Answer]] = {}
+    for row in (json.loads(line) for file in files for line in file.read_text().splitlines()):
+        if not row.get("greedy") and not row["policy_version"]:
+            answer = row["prompt_ids"], row["token_ids"], row["inference_logprobs"]
+            found.setdefault(tuple(row["prompt_ids"]), []).append(answer)
+    return [answer for own in list(found.values())[:prompts] for answer in own[:samples]]
+
+
 def report(values: Mapping[str, Any]) -> None:
     """Print the tables: formats, parts of the model and what skipping brings, activations by linear."""
-    measures = ("gap", "p95", "largest", "k3", "kl", "kl_error", "top1", "engine")
+    measures = ("tokens", "gap", "p95", "largest", "k3", "kl", "kl_error", "top1", "engine")
     rows = [
         (name, *(f"{row[measure]:.3g}" if measure in row else "" for measure in measures))
         for name, row in values.items()
-        if isinstance(row, dict) and name not in ("activations", "cpu_seconds")
+        if name not in ("activations", "cpu_seconds")
     ]
     print_table(sys.stdout, ("", *measures), rows)
-    linears = sorted(values["activations"].items(), key=lambda item: -item[1]["largest"] / item[1]["median"])
-    columns = list(linears[0][1])
-    print_table(
-        sys.stdout, ("linear", *columns),
-        [(name, *(f"{row[column]:.3g}" for column in columns)) for name, row in linears],
-    )  # fmt: skip
+    linears = sorted(values.get("activations", {}).items(), key=lambda item: -item[1]["largest"] / item[1]["median"])
+    cells = [(name, *(f"{number:.3g}" for number in row.values())) for name, row in linears]
+    print_table(sys.stdout, ("linear", *(linears[0][1] if linears else ())), cells)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="as --load-hf")
-    parser.add_argument("--questions", type=Path, required=True, help="a JSONL file with the key question")
+    parser.add_argument("--answers", type=Path, nargs="+", required=True, help="rollout records, JSONL")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--probes", type=int, default=2, help="prompts whose answers the figures by layer are of")
     parser.add_argument("--skip", nargs="+", action="append", default=[], help="patterns to skip, as one more row")
-    parser.add_argument("--parts", nargs="+", choices=("formats", "layers"), default=("formats", "layers"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results(options.out / "results.json")
-    words = ["--seq-length", "512", "--rl-max-new-tokens", str(options.tokens)]
-    config = model_config(options.model, words, 1, options.prompts * options.samples)
+    config = model_config(options.model, ["--seq-length", "512", "--rl-max-new-tokens", "64"], 1, 1)
     groups, tokenizer = initialize(config.parallel, current_platform()), open_tokenizer(config)
     study = Study(build_model(config, current_platform(), tokenizer.vocab_size), groups)
     load_hf(read_model(options.model), study.policy, groups)
-    with options.questions.open() as file:
-        questions = [json.loads(line)["question"] for line in itertools.islice(file, options.prompts)]
-    prompts = [tokenizer.encode_prompt(as_prompt(tokenizer, question + ASK)) for question in questions]
-    engines = {
-        kind: build_engine(config.with_values(rl_kv_cache_dtype=kind), study.policy, tokenizer, groups)
-        for kind in ("auto", "fp8")
-    }
-    asked = requests_of(prompts, options.samples, options.tokens)
-
-    def drawn() -> list[list[tuple[int, ...]]]:
-        return [[one.token_ids for one in group] for group in answered(study, engines["auto"], asked, 0)]
-
-    answers = results.of("answers", drawn)
-    batches = [batch_of(prompt, own, study.policy.device) for prompt, own in zip(prompts, answers, strict=True)]
+    answers = answers_of(options.answers, options.prompts, options.samples)
     if "formats" in options.parts:
-        measure_formats(study, results, batches, prompts, engines)
+        measure_formats(study, results, batch_of(answers, study.policy.device))
     if "layers" in options.parts:
-        measure_layers(study, results, batches[: options.probes], options.skip)
-        report(results.values)
+        few = answers_of(options.answers, options.probes, options.samples)
+        measure_layers(study, results, batch_of(few, study.policy.device), options.skip)
+    if "engine" in options.parts:
+        engines = {
+            kind: partial(
+                build_engine, config.with_values(rl_kv_cache_dtype=kind), study.policy, tokenizer, groups
+            )
+            for kind in ("auto", "fp8")
+        }
+        measure_engine(study, results, engines, answers[0][0])
+    report(results.values)
     shut_down()
     return 0
 

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_rl.config.arguments import read_config
+from megatron_rl.quantization.formats import FP8
+from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.registry import RECIPES
 from tests.support.forks import run_python
 from tests.support.generation import rollout_engine
 from tests.support.quantized import LINEARS, quantizable_policy
@@ -108,28 +110,37 @@ def test_gradients_are_compared_by_layer(example, one_rank):
 
 
 def test_formats_are_split_by_layer(example, one_rank, tmp_path: Path):
-    """One layer alone does less harm than all; a pass from a layer on is the whole pass; nothing quantized is fp32."""
-    by_layer, policy = example["by_layer"], quantizable_policy(seq_length=64)
+    """One layer alone does less harm than all; a pass from a layer on is the whole pass; the engine agrees."""
+    by_layer, scored, policy = example["by_layer"], example["scored"], quantizable_policy(seq_length=64)
     study, results = by_layer.Study(policy, one_rank), by_layer.Results(tmp_path / "results.json")
-    prompts = [[5, 9, 7, 11], [8, 6, 10]]
-    engines = {kind: rollout_engine(policy, kv_cache_dtype=kind) for kind in (None, torch.float8_e4m3fn)}
-    asked = by_layer.requests_of(prompts, 2, 12)
-    answers = [[one.token_ids for one in group] for group in by_layer.answered(study, engines[None], asked, 0)]
-    batches = [by_layer.batch_of(*pair, policy.device) for pair in zip(prompts, answers, strict=True)]
-    by_layer.measure_formats(
-        study, results, batches, prompts, dict(zip(("auto", "fp8"), engines.values(), strict=True))
-    )
-    by_layer.measure_layers(study, results, batches, [["first:1"]])
+    records, prompts = tmp_path / "eval_000000.jsonl", ([5, 9, 7, 11], [8, 6, 10], [4, 4])
+    rows = [
+        {"prompt_ids": prompt, "token_ids": [5 + number % 7, 6, 9, 20, 11 + number], "greedy": number == 0,
+         "inference_logprobs": [-3.0] * 5, "policy_version": 0}
+        for prompt in prompts for number in range(4)
+    ]  # fmt: skip
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = by_layer.answers_of([records], 2, 2)
+    assert [(prompt, ids[0]) for prompt, ids, _ in answers] == [(p, first) for p in prompts[:2] for first in (6, 7)]
+    batch = by_layer.batch_of(answers, policy.device)
+    by_layer.measure_formats(study, results, batch)
+    by_layer.measure_layers(study, results, batch, [["first:1"]])
+    engines = {"auto": lambda: rollout_engine(policy), "fp8": lambda: rollout_engine(policy, kv_cache_dtype=FP8)}
+    by_layer.measure_engine(study, results, engines, prompts[0])
     values = results.values
-    for name, row in values.items():
-        if name.startswith("format"):
-            assert row["engine"] < 1e-5, name
-    exact, inputs = by_layer.recorded(study, batches)
-    with by_layer.beginning_at(policy.layers, 1, inputs[1]):
-        assert by_layer.compared(exact, study.scores(batches, whole=True))["kl"] == pytest.approx(0, abs=1e-6)
+    for name in by_layer.FORMATS:
+        assert values[f"engine {name}"]["engine"] < 1e-5, name
+    exact = study.scores(batch)
     for recipe in ("int8", "fp8"):
+        with QuantizedLinears(policy.gpt, RECIPES.get(recipe)).installed():
+            copies = scored.compared(exact, study.scores(batch))
+        assert values[f"format {recipe}"] == copies, "a copy that is made for one pass is another"
+        assert values[f"{recipe} all"]["gap"] == pytest.approx(copies["gap"])
         assert values[f"{recipe} layer 1"]["kl"] < values[f"{recipe} all"]["kl"]
         assert values[f"{recipe} without first:1"] == values[f"{recipe} layer 1"]
+    whole, inputs, _ = scored.described(study, batch, ())
+    with scored.beginning_at(policy.layers, 1, inputs[1]):
+        assert scored.compared(whole, study.scores(batch, whole))["kl"] == pytest.approx(0, abs=1e-6)
     assert set(values["activations"]) == set(LINEARS)
     worst = values["activations"]["layers.0.mlp.linear_fc1"]
     assert worst["largest"] >= worst["median"] > 0 and 0 < worst["error_int8"] < worst["error_fp8"] < 0.2
