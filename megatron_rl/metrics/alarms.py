@@ -1,46 +1,43 @@
 """Signs that a run is going wrong, found in the rows of ``metrics.jsonl``: one line per kind, at its first step.
 
-Each compares means over `WINDOW` training steps: the first ones, the best ones and the last ones. For example::
+Compares the first, the best and the last `WINDOW` training steps. For example::
 
-    step 96: answers grow past the limit: 71% were truncated in the last 8 steps, 4% in the first 8; ...
+    step 96: length explosion: 71% of the answers were truncated, 4% in the first steps; read rollouts/, raise ...
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl.metrics.evaluation import by_environment
+from megatron_rl.metrics.rollouts import shorten
+from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.metrics.writers import Display
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 8
 """Training steps of a mean. Rewards of single steps dip in good runs, too."""
-REWARD, CUT, LENGTH = "critic/rewards/mean", "response_length/clip_ratio", "response_length/mean"
-ENTROPY, SIGNAL, GAP = "actor/entropy", "training/signal_share", "training/rollout_logprob_gap_mean"
-REPEATED, HIGHEST = "response_length/repeated_share", "critic/rewards/max"
-WATCHED = (REWARD, HIGHEST, CUT, LENGTH, ENTROPY, SIGNAL, GAP, REPEATED)
+FEWEST_TASKS = 8
+"""Of an evaluation without a right answer; with fewer tasks it may be chance."""
+REWARD = "critic/rewards/mean"
+NAMES = {
+    "reward": ("rollout/score/mean", REWARD), "signal": ("training/counting_share", "training/signal_share"),
+    "cut": ("response_length/clip_ratio",), "length": ("response_length/mean",), "entropy": ("actor/entropy",),
+    "gap": ("training/rollout_logprob_gap_mean",), "repeated": ("response_length/repeated_share",),
+}  # fmt: skip
+"""With dynamic sampling a step also has reward and reward variance of all groups drawn: these come first."""
+NO_REWARD = "the answers lack the form that the reward looks for, or the tasks are too hard; read rollouts/"
 
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Means:
-    """Metrics of the first and of the last steps, NaN where one is missing."""
-
-    first: Mapping[str, float]
-    last: Mapping[str, float]
-    best: float
-    """Highest mean reward of `WINDOW` steps in a row."""
-    highest: float
-    """Highest reward of a sample so far."""
-
-    @property
-    def is_solved(self) -> bool:
-        """Nearly every sample has the highest reward: then groups without variance and no entropy are success."""
-        return self.last[REWARD] >= 0.9 * self.highest
 
 
 @dataclass(frozen=True)
@@ -52,75 +49,43 @@ class Alarm:
     text: str
 
 
-def _reward_lost(m: Means) -> str | None:
-    if m.best > 0 and m.last[REWARD] < 0.5 * m.best:
-        return (
-            f"the mean reward fell from {m.best:.2g} to {m.last[REWARD]:.2g}: lower --lr, and resume from a checkpoint "
-            "before the fall"
-        )
-    return None
-
-
-def _entropy_lost(m: Means) -> str | None:
-    if m.last[ENTROPY] < 0.1 * m.first[ENTROPY] and m.last[SIGNAL] < 0.2 and not m.is_solved:
-        return (
-            f"the entropy fell from {m.first[ENTROPY]:.2g} to {m.last[ENTROPY]:.2g} nats and {m.last[SIGNAL]:.0%} of "
-            f"the groups have reward variance, at a mean reward of {m.last[REWARD]:.2g}: the policy explores no more; "
-            "lower --lr, raise --grpo-clamp-eps-upper or --grpo-entropy-term-weight"
-        )
-    return None
-
-
-def _no_variance(m: Means) -> str | None:
-    if m.last[SIGNAL] < 0.05 and m.highest > 0 and not m.is_solved:
-        return (
-            f"{m.last[SIGNAL]:.1%} of the groups have reward variance at a mean reward of {m.last[REWARD]:.2g}: the "
-            "tasks are too easy or too hard; use --rl-dynamic-sampling or other tasks"
-        )
-    return None
-
-
-def _too_long(m: Means) -> str | None:
-    if m.last[CUT] >= 0.5 and m.last[CUT] >= m.first[CUT] + 0.3:
-        return (
-            f"answers grow past the limit: {m.last[CUT]:.0%} were truncated, {m.first[CUT]:.0%} in the first steps; "
-            "read rollouts/, raise --rl-max-new-tokens, or penalize length"
-        )
-    return None
-
-
-def _too_short(m: Means) -> str | None:
-    if m.last[LENGTH] < 0.2 * m.first[LENGTH] and m.last[REWARD] <= m.first[REWARD]:
-        return (
-            f"answers shrank from {m.first[LENGTH]:.0f} to {m.last[LENGTH]:.0f} tokens without more reward: read "
-            "rollouts/, and check what the reward gives to an empty answer"
-        )
-    return None
-
-
-def _mismatch_grows(m: Means) -> str | None:
-    if m.last[GAP] > 0.1 and m.last[GAP] > 5 * m.first[GAP]:
-        return (
-            f"the rollout-trainer mismatch grew from {m.first[GAP]:.2g} to {m.last[GAP]:.2g} nats per token: use a "
-            "finer --rl-rollout-quantization, --rl-correction token_tis, or a lower --lr"
-        )
-    return None
-
-
-def _repeats(m: Means) -> str | None:
-    if m.last[REPEATED] > max(0.3, m.first[REPEATED] + 0.2):
-        return (
-            f"answers repeat themselves: {m.last[REPEATED]:.0%} of their 4-grams are repeats, {m.first[REPEATED]:.0%} "
-            "in the first steps; read rollouts/, and check whether the reward pays for length"
-        )
-    return None
-
-
-CHECKS: Mapping[str, Callable[[Means], str | None]] = {
-    "reward collapse": _reward_lost, "entropy collapse": _entropy_lost, "no reward variance": _no_variance,
-    "length explosion": _too_long, "length collapse": _too_short, "mismatch growth": _mismatch_grows,
-    "repetition": _repeats,
-}  # fmt: skip
+CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "reward collapse": (
+        lambda h: h.is_lost,
+        "the mean reward fell from {best:.2g} to {last.reward:.2g}: lower --lr, and resume from before the fall",
+    ),
+    "entropy collapse": (
+        lambda h: h.last.entropy < 0.1 * h.first.entropy and h.last.signal < 0.2 and not h.is_solved,
+        "entropy fell from {first.entropy:.2g} to {last.entropy:.2g} nats, {last.signal:.0%} of the groups have reward "
+        "variance at a mean reward of {last.reward:.2g}: lower --lr, raise --grpo-clamp-eps-upper",
+    ),
+    "no reward variance": (
+        lambda h: h.last.signal < 0.05 and h.high > h.low and not h.is_solved and not h.is_lost,
+        "{last.signal:.1%} of the groups have reward variance at a mean reward of {last.reward:.2g}: the tasks are too "
+        "easy or too hard; use others, a larger --grpo-group-size or --rl-dynamic-sampling",
+    ),
+    "length explosion": (
+        lambda h: h.last.cut >= max(0.5, h.first.cut + 0.3),
+        "{last.cut:.0%} of the answers were truncated, {first.cut:.0%} in the first steps; read rollouts/, raise "
+        "--rl-max-new-tokens, or penalize length",
+    ),
+    "length collapse": (
+        lambda h: h.last.length < 0.2 * h.first.length and h.last.reward <= h.first.reward and not h.is_solved,
+        "answers shrank from {first.length:.0f} to {last.length:.0f} tokens without more reward: read rollouts/, and "
+        "check what the reward gives to an empty answer",
+    ),
+    "mismatch growth": (
+        lambda h: h.last.gap > max(0.1, 5 * h.first.gap),
+        "the rollout-trainer mismatch grew from {first.gap:.2g} to {last.gap:.2g} nats per token: use a finer "
+        "--rl-rollout-quantization, --rl-correction token_tis, or a lower --lr",
+    ),
+    "repetition": (
+        lambda h: h.last.repeated > max(0.3, h.first.repeated + 0.2),
+        "{last.repeated:.0%} of an answer's 4-grams are repeats, {first.repeated:.0%} in the first steps; read "
+        "rollouts/, and check whether the reward pays for length",
+    ),
+}
+"""When each kind is given, and its line. `Watch` says what ``h`` has; rewards may be negative."""
 
 
 @dataclass
@@ -128,90 +93,110 @@ class Watch:
     """Reads a run's rows in order and reports each kind of alarm once."""
 
     found: dict[str, Alarm] = field(default_factory=dict)
-    _rows: list[Row] = field(default_factory=list)
-    _best: float = float("-inf")
-    _highest: float = float("-inf")
+    _steps: list[dict[str, float]] = field(default_factory=list)
+    """The first and the last `WINDOW` training steps."""
+    _best: float = -math.inf
+    """Highest mean reward of `WINDOW` steps in a row."""
+    _low: float = math.inf
+    _high: float = -math.inf
+    """Rewards of the worst and of the best sample."""
     _peaks: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     """Environment -> step and value of its best evaluation, and the training reward at that time."""
+    _falling: set[str] = field(default_factory=set)
+    """Environments whose last evaluation was below their best while the training reward had risen."""
 
     def see(self, step: int, row: Row) -> list[Alarm]:
         """Return the alarms that this row, of training or of an evaluation, is the first to give."""
-        if isinstance(row.get(REWARD), int | float):
-            self._rows.append({name: row.get(name) for name in WATCHED})
-            del self._rows[WINDOW:-WINDOW]
-            self._highest = max(self._highest, row.get(HIGHEST) or 0.0)
-        new = [Alarm(step, kind, text) for kind, text in self._texts(step, row) if kind not in self.found]
-        self.found.update({alarm.kind: alarm for alarm in new})
-        return new
-
-    def _texts(self, step: int, row: Row) -> Iterator[tuple[str, str]]:
-        last = _means(self._rows[-WINDOW:])
-        if isinstance(row.get(REWARD), int | float) and len(self._rows) >= WINDOW:
-            self._best = max(self._best, last[REWARD])
-        if len(self._rows) == 2 * WINDOW:
-            means = Means(_means(self._rows[:WINDOW]), last, self._best, self._highest)
-            yield from ((kind, text) for kind, check in CHECKS.items() if (text := check(means)) is not None)
+        texts = [*self._trained(row)] if not math.isnan(_number(row, REWARD)) else []
         for environment, measures in by_environment(row).items():
-            value = measures.get("pass@1", measures.get("reward"))
-            if value is None:
-                continue
-            if not self._rows and not any(measures.get(name) for name in ("reward", "pass@1", "greedy")):
-                yield "no reward", (
-                    f"no held-out answer of {environment} is right before training: the answers may lack the form that "
-                    "the reward looks for, or the tasks are too hard; read the answers in rollouts/"
-                )
-            yield from self._fallen(step, environment, value, measures.get("pass@1_ci95") or 0.0, last[REWARD])
+            texts += self._evaluated(step, environment, measures)
+        new = {kind: Alarm(step, kind, text) for kind, text in texts if kind not in self.found}
+        self.found.update(new)
+        return [*new.values()]
 
-    def _fallen(
-        self, step: int, environment: str, value: float, interval: float, reward: float
-    ) -> Iterator[tuple[str, str]]:
-        peak = self._peaks.get(environment)
-        if peak is None or value >= peak[1]:
-            self._peaks[environment] = step, value, reward
+    def _trained(self, row: Row) -> Iterator[tuple[str, str]]:
+        self._steps.append({name: _number(row, *metrics) for name, metrics in NAMES.items()})
+        del self._steps[WINDOW:-WINDOW]
+        self._low = min(self._low, _number(row, "critic/rewards/min", REWARD))
+        self._high = max(self._high, _number(row, "critic/rewards/max", REWARD))
+        if len(self._steps) < WINDOW:
             return
-        best_step, best, before = peak
-        if before != before:  # NaN: evaluated before the first training step
-            before = _means(self._rows[:WINDOW])[REWARD]
-        if value < best - max(0.05, 2 * interval) and reward > before + 0.01:
+        first, last = _means(self._steps[:WINDOW]), _means(self._steps[-WINDOW:])
+        self._best = max(self._best, last.reward)
+        if self._low == self._high <= 0:
+            yield "no reward", f"every reward of {WINDOW} steps was {self._high:g}: {NO_REWARD}"
+        if len(self._steps) == 2 * WINDOW:
+            spread = self._high - self._low
+            h = SimpleNamespace(first=first, last=last, best=self._best, low=self._low, high=self._high)
+            # Most samples have the highest reward: then groups without variance and little entropy are success.
+            h.is_solved = last.reward - h.low >= 0.75 * spread
+            # None of the last steps has half of the best mean reward, counted from the lowest reward.
+            h.is_lost = last.highest < (h.low + h.best) / 2 and h.best - last.reward > 0.05 * spread
+            yield from ((kind, text.format(**vars(h))) for kind, (holds, text) in CHECKS.items() if holds(h))
+
+    def _evaluated(self, step: int, environment: str, measures: Row) -> Iterator[tuple[str, str]]:
+        value, spread = _number(measures, "pass@1", "reward"), self._high - self._low
+        some_right = any(_number(measures, name) > 0 for name in ("greedy", "reward"))
+        if value == 0 and not some_right and spread <= 0 and _number(measures, "num_tasks") >= FEWEST_TASKS:
+            yield "no reward", f"no held-out answer of {environment} is right: {NO_REWARD}"
+        reward = _means(self._steps[-WINDOW:]).reward
+        peak_step, peak, before = self._peaks.get(environment, (step, value, reward))
+        if value >= peak:
+            self._peaks[environment] = step, value, reward
+        if math.isnan(before):  # evaluated before the first training step
+            before = _means(self._steps[:WINDOW]).reward
+        margin = max(0.05, 2 * _number(measures, "pass@1_ci95")) if "pass@1" in measures else 0.05 * spread
+        falls = value < peak - margin and reward > before + 0.01 * spread
+        if falls and environment in self._falling:
             yield "held-out falls", (
-                f"held-out {environment} fell from {best:.3f} (step {best_step}) to {value:.3f} while the training "
+                f"held-out {environment} fell from {peak:.3f} (step {peak_step}) to {value:.3f} while the training "
                 f"reward rose from {before:.2g} to {reward:.2g}: the reward is gamed, or the tasks are learned by "
-                f"heart; read rollouts/, and go back to step {best_step}"
+                f"heart; read rollouts/, and go back to step {peak_step}"
             )
+        (self._falling.add if falls else self._falling.discard)(environment)
 
 
-def _means(rows: list[Row]) -> dict[str, float]:
-    found = {}
-    for name in WATCHED:
-        values = [row[name] for row in rows if isinstance(row[name], int | float)]
-        found[name] = sum(values) / len(values) if values else float("nan")
-    return found
+def _number(row: Row, *names: str) -> float:
+    """Return the first of these metrics that the row has as a finite number, else NaN."""
+    values = (row[name] for name in names if isinstance(row.get(name), int | float))
+    return next((value for value in values if math.isfinite(value)), math.nan)
 
 
-class AlarmWriter:
+def _means(steps: Sequence[Mapping[str, float]]) -> SimpleNamespace:
+    known = {name: [step[name] for step in steps if not math.isnan(step[name])] or [math.nan] for name in NAMES}
+    means = {name: sum(values) / len(values) for name, values in known.items()}
+    return SimpleNamespace(**means, highest=max(known["reward"]))
+
+
+class AlarmWriter(Display):
     """A display of `MetricLog` that logs each alarm when it is first seen."""
 
-    def __init__(self, past: Iterable[Row]) -> None:
-        """``past``: the rows of a resumed run, whose alarms have been logged."""
-        self._watch = Watch()
+    def __init__(self, past: Iterable[Row], run: RunDirectory) -> None:
+        """``past``: the rows of a resumed ``run``, whose alarms have been logged."""
+        self._watch, self._run = Watch(), run
         for row in past:
             self._watch.see(row["step"], row)
 
     def write(self, step: int, metrics: Row) -> None:
         """Log the alarms of one row."""
         for alarm in self._watch.see(step, metrics):
-            logger.warning("step %d: %s: %s", step, alarm.kind, alarm.text)
+            answers = self._answers(step) if alarm.kind == "no reward" else ""
+            logger.warning("step %d: %s: %s%s", step, alarm.kind, alarm.text, answers)
 
-    def write_samples(self, step: int, samples: Sequence[object]) -> None:
-        """Ignore samples."""
+    def _answers(self, step: int) -> str:
+        """Quote answers of the step's evaluation, else of its training, where they are recorded."""
+        for path in (self._run.evaluation_path(step), self._run.rollouts_path(step)):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+                first = (row for row in rows if not row["sample"] and not row["branch"] and not row.get("greedy"))
+                texts = (f"{shorten(row['completion'], 50, 30)!r} (right: {row['gold']})" for row in first)
+                return f"; answers: {', '.join(islice(texts, 3))}"
+        return ""
 
-    def close(self) -> None:
-        """Nothing is open."""
 
-
-def find_alarms(rows: Iterable[Row]) -> list[Alarm]:
-    """Return the alarms of a run's recorded ``rows``, in the order of their steps."""
+def find_alarms(rows: Sequence[Row]) -> list[Alarm]:
+    """Return the alarms of an RL run's recorded ``rows``, in the order of their steps; none without training steps."""
     watch = Watch()
-    for row in rows:
+    for row in rows if any(REWARD in row for row in rows) else ():
         watch.see(row["step"], row)
     return list(watch.found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -46,16 +47,26 @@ def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessG
 
 def _row(group: RolloutGroup, rollout: Rollout) -> tuple[float, ...]:
     """Of a sample: tokens of its prompt, written, of all its sequences with their prompts; cut; turns; sequences; the
-    sum of the log-probs; the share of its 4-grams that it has written before.
+    sum of the log-probs; the share of 4-grams that are repeats.
     """
     prompts = [len(sequence.prompt_ids) for sequence in group.sequences(rollout)]
     completions = rollout.completions
     turns = sum(completion.num_turns for completion in completions)
     logprobs = sum(sum(completion.inference_logprobs) for completion in completions)
-    tokens, ids = sum(prompts) + rollout.num_tokens, rollout.completion.token_ids
-    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
-    repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+    tokens, repeated = sum(prompts) + rollout.num_tokens, _repeated_share(completions)
     return prompts[0], rollout.num_written, tokens, rollout.truncated, turns, len(prompts), logprobs, repeated
+
+
+def _repeated_share(completions: Sequence[Completion]) -> float:
+    """Return the share of 4-grams that the same turn has before. Tool calls of several turns may be alike."""
+    total = distinct = 0
+    for completion in completions:
+        edges = [0, *chain(*completion.environment_spans), len(completion.token_ids)]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            ids = completion.token_ids[start:end]
+            grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+            total, distinct = total + len(grams), distinct + len(set(grams))
+    return 1 - distinct / total if total else 0.0
 
 
 def lengths_and_seconds(

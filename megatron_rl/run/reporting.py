@@ -83,8 +83,10 @@ class Reporter:
         displays = [
             ConsoleWriter(sys.stdout, self._config.total_steps),
             TensorBoardWriter(Path(config.tensorboard_dir), resume_step=progress.newest_row),
-            AlarmWriter(row for row in read_rows(self._directory.metrics) if row["step"] <= progress.newest_row),
         ]
+        if self._config.training.perform_rl_step or self._config.training.eval_only:
+            past = (row for row in read_rows(self._directory.metrics) if row["step"] <= progress.newest_row)
+            displays.append(AlarmWriter(past, self._directory))
         if config.wandb_project is not None and wandb_mode(config.wandb_mode) != "disabled":
             place = config.wandb_project, config.wandb_exp_name, Path(config.wandb_save_dir)
             displays.append(WandbWriter(*place, settings, config.wandb_mode, config.wandb_entity))

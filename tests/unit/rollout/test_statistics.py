@@ -47,6 +47,7 @@ def test_lengths_and_logprobs(one_rank: ParallelGroups) -> None:
             "response_length/max": 6.0,
             "response_length/min": 1.0,
             "response_length/clip_ratio": 0.25,
+            "response_length/repeated_share": (2 / 3) / 4,  # 11 six times: two of its three 4-grams
             # sample 0 has -0.5 a token, sample 1 has -1.5: (2 + 3) * -0.5 + (6 + 1) * -1.5 over 12 tokens
             "rollout/logprob_mean": -13.0 / 12,
             "rollout/turns_mean": 1.0,
@@ -72,12 +73,28 @@ def test_a_sample_counts_all_its_sequences(one_rank: ParallelGroups) -> None:
         "response_length/max": 6.0,
         "response_length/min": 2.0,
         "response_length/clip_ratio": 0.5,
+        "response_length/repeated_share": 0.0,
         "rollout/logprob_mean": (-6.0 - 4.0 - 1.0) / 8,  # the helper gives read tokens one, too
         "rollout/turns_mean": 2.0,
         "rollout/sequences_mean": 1.5,
         "perf/total_num_tokens": 9.0 + 7.0 + 3.0,
         "perf/generated_tokens": 8.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("ids", "spans", "share"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], (), 2 / 7),
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], ((5, 5),), 0.0),  # a call of each turn
+        ([1, 2, 3, 4, 5, 9, 9, 9, 9, 9, 9, 6], ((5, 11),), 0.0),  # what a tool returned
+        ([1, 2, 3], (), 0.0),
+    ],
+)
+def test_repeats_are_counted_within_a_turn(one_rank: ParallelGroups, ids, spans, share) -> None:
+    group = group_of(sample_of(1.0, ([1], drawn(ids, environment_spans=spans))))
+    found = rollout_metrics([group], one_rank.rollout_group)["response_length/repeated_share"]
+    assert found == pytest.approx(share)
 
 
 def test_what_is_expected_of_a_sample_is_all_that_it_generates(one_rank: ParallelGroups) -> None:
