@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +51,7 @@ class Alarm:
 
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "reward collapse": (
-        lambda h: h.is_lost,
+        lambda h: h.last.highest < (h.low + h.best) / 2 and h.best - h.last.reward > 0.05 * (h.high - h.low),
         "the mean reward fell from {best:.2g} to {last.reward:.2g}: lower --lr, and resume from before the fall",
     ),
     "entropy collapse": (
@@ -60,19 +60,17 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "variance at a mean reward of {last.reward:.2g}: lower --lr, raise --grpo-clamp-eps-upper",
     ),
     "no reward variance": (
-        lambda h: h.last.signal < 0.05 and h.high > h.low and not h.is_solved and not h.is_lost,
+        lambda h: h.last.signal < 0.05 and h.high > h.low and not h.is_solved and "reward collapse" not in h.found,
         "{last.signal:.1%} of the groups have reward variance at a mean reward of {last.reward:.2g}: the tasks are too "
         "easy or too hard; use others, a larger --grpo-group-size or --rl-dynamic-sampling",
     ),
     "length explosion": (
         lambda h: h.last.cut >= max(0.5, h.first.cut + 0.3),
-        "{last.cut:.0%} of the answers were truncated, {first.cut:.0%} in the first steps; read rollouts/, raise "
-        "--rl-max-new-tokens, or penalize length",
+        "{last.cut:.0%} of answers are cut off, {first.cut:.0%} at first: raise --rl-max-new-tokens or penalize length",
     ),
     "length collapse": (
         lambda h: h.last.length < 0.2 * h.first.length and h.last.reward <= h.first.reward and not h.is_solved,
-        "answers shrank from {first.length:.0f} to {last.length:.0f} tokens without more reward: read rollouts/, and "
-        "check what the reward gives to an empty answer",
+        "answers shrank from {first.length:.0f} to {last.length:.0f} tokens without more reward: read rollouts/",
     ),
     "mismatch growth": (
         lambda h: h.last.gap > max(0.1, 5 * h.first.gap),
@@ -81,11 +79,13 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "repetition": (
         lambda h: h.last.repeated > max(0.3, h.first.repeated + 0.2),
-        "{last.repeated:.0%} of an answer's 4-grams are repeats, {first.repeated:.0%} in the first steps; read "
-        "rollouts/, and check whether the reward pays for length",
+        "{last.repeated:.0%} of 4-grams are repeats, {first.repeated:.0%} at first: does the reward pay for length?",
     ),
 }
-"""When each kind is given, and its line. `Watch` says what ``h`` has; rewards may be negative."""
+"""When each kind is given, and its line. Rewards count from the lowest one, since they may be negative.
+
+Where a task is solved, groups without variance and little entropy are success.
+"""
 
 
 @dataclass
@@ -96,10 +96,9 @@ class Watch:
     _steps: list[dict[str, float]] = field(default_factory=list)
     """The first and the last `WINDOW` training steps."""
     _best: float = -math.inf
-    """Highest mean reward of `WINDOW` steps in a row."""
+    """Highest mean reward of `WINDOW` steps in a row; below, the rewards of the worst and of the best sample."""
     _low: float = math.inf
     _high: float = -math.inf
-    """Rewards of the worst and of the best sample."""
     _peaks: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     """Environment -> step and value of its best evaluation, and the training reward at that time."""
     _falling: set[str] = field(default_factory=set)
@@ -107,14 +106,15 @@ class Watch:
 
     def see(self, step: int, row: Row) -> list[Alarm]:
         """Return the alarms that this row, of training or of an evaluation, is the first to give."""
-        texts = [*self._trained(row)] if not math.isnan(_number(row, REWARD)) else []
-        for environment, measures in by_environment(row).items():
-            texts += self._evaluated(step, environment, measures)
-        new = {kind: Alarm(step, kind, text) for kind, text in texts if kind not in self.found}
-        self.found.update(new)
-        return [*new.values()]
+        known = len(self.found)
+        evaluations = (self._evaluated(step, *evaluation) for evaluation in by_environment(row).items())
+        for kind, text in chain(self._trained(row), *evaluations):
+            self.found.setdefault(kind, Alarm(step, kind, text))
+        return [*self.found.values()][known:]
 
     def _trained(self, row: Row) -> Iterator[tuple[str, str]]:
+        if math.isnan(_number(row, REWARD)):
+            return
         self._steps.append({name: _number(row, *metrics) for name, metrics in NAMES.items()})
         del self._steps[WINDOW:-WINDOW]
         self._low = min(self._low, _number(row, "critic/rewards/min", REWARD))
@@ -126,12 +126,8 @@ class Watch:
         if self._low == self._high <= 0:
             yield "no reward", f"every reward of {WINDOW} steps was {self._high:g}: {NO_REWARD}"
         if len(self._steps) == 2 * WINDOW:
-            spread = self._high - self._low
             h = SimpleNamespace(first=first, last=last, best=self._best, low=self._low, high=self._high)
-            # Most samples have the highest reward: then groups without variance and little entropy are success.
-            h.is_solved = last.reward - h.low >= 0.75 * spread
-            # None of the last steps has half of the best mean reward, counted from the lowest reward.
-            h.is_lost = last.highest < (h.low + h.best) / 2 and h.best - last.reward > 0.05 * spread
+            h.found, h.is_solved = self.found, last.reward - h.low >= 0.75 * (h.high - h.low)
             yield from ((kind, text.format(**vars(h))) for kind, (holds, text) in CHECKS.items() if holds(h))
 
     def _evaluated(self, step: int, environment: str, measures: Row) -> Iterator[tuple[str, str]]:
@@ -149,9 +145,8 @@ class Watch:
         falls = value < peak - margin and reward > before + 0.01 * spread
         if falls and environment in self._falling:
             yield "held-out falls", (
-                f"held-out {environment} fell from {peak:.3f} (step {peak_step}) to {value:.3f} while the training "
-                f"reward rose from {before:.2g} to {reward:.2g}: the reward is gamed, or the tasks are learned by "
-                f"heart; read rollouts/, and go back to step {peak_step}"
+                f"{environment} fell from {peak:.3f} (step {peak_step}) to {value:.3f} while the training reward rose "
+                f"from {before:.2g} to {reward:.2g}: the reward is gamed or tasks are memorized; read rollouts/"
             )
         (self._falling.add if falls else self._falling.discard)(environment)
 
@@ -199,4 +194,4 @@ def find_alarms(rows: Sequence[Row]) -> list[Alarm]:
     watch = Watch()
     for row in rows if any(REWARD in row for row in rows) else ():
         watch.see(row["step"], row)
-    return list(watch.found.values())
+    return [*watch.found.values()]

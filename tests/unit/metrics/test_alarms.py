@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.metrics import report
 from megatron_rl.metrics.alarms import FEWEST_TASKS, WINDOW, AlarmWriter, Watch, find_alarms
+from megatron_rl.metrics.report import build_payload
 from megatron_rl.metrics.rundir import RunDirectory
 
 CURVES = sorted((Path(__file__).parent / "curves").glob("*.jsonl"))
@@ -159,6 +161,15 @@ def test_a_resumed_run_does_not_repeat_its_alarms(tmp_path: Path, caplog) -> Non
     assert not caplog.records
     AlarmWriter(rows[: found.step - 1], run).write(found.step, rows[found.step - 1])
     assert caplog.messages == [f"step {found.step}: repetition: {found.text}"]
+
+
+def test_the_report_has_the_lines_at_its_top(tmp_path: Path) -> None:
+    rows, run = curve(repeated=0.5), RunDirectory(tmp_path)
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = find_alarms(rows)
+    assert build_payload(run)["alarms"] == [f"step {found.step}: repetition: {found.text}"]
+    page = (Path(report.__file__).parent / "page/report.js").read_text()
+    assert page.index("data.alarms") < page.index("function drawResults")
 
 
 @pytest.mark.parametrize("missing", [None, math.nan])
