@@ -2,12 +2,11 @@
 
 Compares the first, the best and the last `WINDOW` training steps. For example::
 
-    step 96: length explosion: 71% of the answers were truncated, 4% in the first steps; read rollouts/, raise ...
+    step 96: length explosion: 71% of answers are cut off, 4% at first: raise --rl-max-new-tokens or penalize length
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -56,13 +55,11 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "entropy collapse": (
         lambda h: h.last.entropy < 0.1 * h.first.entropy and h.last.signal < 0.2 and not h.is_solved,
-        "entropy fell from {first.entropy:.2g} to {last.entropy:.2g} nats, {last.signal:.0%} of the groups have reward "
-        "variance at a mean reward of {last.reward:.2g}: lower --lr, raise --grpo-clamp-eps-upper",
+        "entropy fell from {first.entropy:.2g} to {last.entropy:.2g} nats: lower --lr or raise --grpo-clamp-eps-upper",
     ),
     "no reward variance": (
         lambda h: h.last.signal < 0.05 and h.high > h.low and not h.is_solved and "reward collapse" not in h.found,
-        "{last.signal:.1%} of the groups have reward variance at a mean reward of {last.reward:.2g}: the tasks are too "
-        "easy or too hard; use others, a larger --grpo-group-size or --rl-dynamic-sampling",
+        "{last.signal:.1%} of groups have reward variance: take easier or harder tasks, or use --rl-dynamic-sampling",
     ),
     "length explosion": (
         lambda h: h.last.cut >= max(0.5, h.first.cut + 0.3),
@@ -74,8 +71,7 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "mismatch growth": (
         lambda h: h.last.gap > max(0.1, 5 * h.first.gap),
-        "the rollout-trainer mismatch grew from {first.gap:.2g} to {last.gap:.2g} nats per token: use a finer "
-        "--rl-rollout-quantization, --rl-correction token_tis, or a lower --lr",
+        "the rollout-trainer mismatch grew from {first.gap:.2g} to {last.gap:.2g} nats: use token_tis or a lower --lr",
     ),
     "repetition": (
         lambda h: h.last.repeated > max(0.3, h.first.repeated + 0.2),
@@ -107,8 +103,7 @@ class Watch:
     def see(self, step: int, row: Row) -> list[Alarm]:
         """Return the alarms that this row, of training or of an evaluation, is the first to give."""
         known = len(self.found)
-        evaluations = (self._evaluated(step, *evaluation) for evaluation in by_environment(row).items())
-        for kind, text in chain(self._trained(row), *evaluations):
+        for kind, text in chain(self._trained(row), self._evaluated(step, by_environment(row))):
             self.found.setdefault(kind, Alarm(step, kind, text))
         return [*self.found.values()][known:]
 
@@ -130,11 +125,15 @@ class Watch:
             h.found, h.is_solved = self.found, last.reward - h.low >= 0.75 * (h.high - h.low)
             yield from ((kind, text.format(**vars(h))) for kind, (holds, text) in CHECKS.items() if holds(h))
 
-    def _evaluated(self, step: int, environment: str, measures: Row) -> Iterator[tuple[str, str]]:
+    def _evaluated(self, step: int, results: Mapping[str, Row]) -> Iterator[tuple[str, str]]:
+        tasks = sum(_number(row, "num_tasks") for row in results.values())
+        if tasks >= FEWEST_TASKS and not self._high > self._low and all(map(_none_right, results.values())):
+            yield "no reward", f"no held-out answer of {', '.join(results)} is right: {NO_REWARD}"
+        for environment, measures in results.items():
+            yield from self._fallen(step, environment, measures)
+
+    def _fallen(self, step: int, environment: str, measures: Row) -> Iterator[tuple[str, str]]:
         value, spread = _number(measures, "pass@1", "reward"), self._high - self._low
-        some_right = any(_number(measures, name) > 0 for name in ("greedy", "reward"))
-        if value == 0 and not some_right and spread <= 0 and _number(measures, "num_tasks") >= FEWEST_TASKS:
-            yield "no reward", f"no held-out answer of {environment} is right: {NO_REWARD}"
         reward = _means(self._steps[-WINDOW:]).reward
         peak_step, peak, before = self._peaks.get(environment, (step, value, reward))
         if value >= peak:
@@ -155,6 +154,11 @@ def _number(row: Row, *names: str) -> float:
     """Return the first of these metrics that the row has as a finite number, else NaN."""
     values = (row[name] for name in names if isinstance(row.get(name), int | float))
     return next((value for value in values if math.isfinite(value)), math.nan)
+
+
+def _none_right(row: Row) -> bool:
+    """Return whether an evaluation has neither right answers nor partial credit."""
+    return _number(row, "pass@1", "reward") == 0 and not any(_number(row, name) > 0 for name in ("greedy", "reward"))
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> SimpleNamespace:
@@ -181,7 +185,7 @@ class AlarmWriter(Display):
     def _answers(self, step: int) -> str:
         """Quote answers of the step's evaluation, else of its training, where they are recorded."""
         for path in (self._run.evaluation_path(step), self._run.rollouts_path(step)):
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            if path.is_file():
                 rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
                 first = (row for row in rows if not row["sample"] and not row["branch"] and not row.get("greedy"))
                 texts = (f"{shorten(row['completion'], 50, 30)!r} (right: {row['gold']})" for row in first)

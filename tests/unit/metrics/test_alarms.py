@@ -121,6 +121,8 @@ def test_one_low_evaluation_is_no_fall() -> None:
         ({"val/gsm8k/reward": 0.1}, False),  # partial credit
         ({"val/gsm8k/greedy": 0.1}, False),
         ({"val/gsm8k/num_tasks": FEWEST_TASKS - 1}, False),
+        ({"val/gsm8k/pass@1": None, "val/gsm8k/reward": -2.0}, False),  # a reward model
+        ({"val/sums/pass@1": 0.1, "val/sums/num_tasks": 64}, False),  # gsm8k is only too hard
     ],
 )
 def test_no_right_answer_in_the_first_evaluation(changed, found) -> None:
