@@ -188,7 +188,8 @@ class AlarmWriter(Display):
             if path.is_file():
                 rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
                 first = (row for row in rows if not row["sample"] and not row["branch"] and not row.get("greedy"))
-                texts = (f"{shorten(row['completion'], 50, 30)!r} (right: {row['gold']})" for row in first)
+                pairs = ((shorten(row["completion"], 50, 30), shorten(row["gold"] or "?", 30, 0)) for row in first)
+                texts = (f"{answer!r} (right: {gold})" for answer, gold in pairs)
                 return f"; answers: {', '.join(islice(texts, 3))}"
         return ""
 

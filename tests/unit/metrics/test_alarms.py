@@ -149,11 +149,12 @@ def test_answers_of_the_first_evaluation_are_quoted(tmp_path: Path, caplog) -> N
     run.rollouts.mkdir()
     row = {"sample": 0, "branch": 0, "greedy": False, "gold": "5", "completion": "It is\n5."}
     others = [{**row, **other} for other in ({"sample": 1}, {"greedy": True}, {"branch": 1})]
-    rows = [row, *others, *({**row, "completion": answer} for answer in "ABC")]
+    rows = [row, *others, *({**row, "gold": gold} for gold in (None, "assert\n" * 99, "never shown"))]
     run.evaluation_path(0).write_text("".join(json.dumps(row) + "\n" for row in rows))
     AlarmWriter([], run).write(0, FIRST)
     without, line = caplog.messages
-    assert line == f"{without}; answers: 'It is↵5.' (right: 5), 'A' (right: 5), 'B' (right: 5)"
+    long = "assert↵assert↵assert↵assert↵as [...]"
+    assert line == f"{without}; answers: 'It is↵5.' (right: 5), 'It is↵5.' (right: ?), 'It is↵5.' (right: {long})"
 
 
 def test_a_resumed_run_does_not_repeat_its_alarms(tmp_path: Path, caplog) -> None:
