@@ -175,9 +175,9 @@ def test_the_report_has_the_lines_at_its_top(tmp_path: Path) -> None:
     assert page.index("data.alarms") < page.index("function drawResults")
 
 
-@pytest.mark.parametrize("missing", [None, math.nan])
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf])
 def test_missing_and_unfinite_numbers_change_nothing(missing) -> None:
-    """The run itself sees NaN, the report null."""
+    """The run itself sees NaN and infinities, the report null."""
     assert not kinds([{"step": row["step"], **dict.fromkeys(USUAL, missing)} for row in curve()])
     rows = curve(repeated=0.5)
     for row in rows[::3]:
