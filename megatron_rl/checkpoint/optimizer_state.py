@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -128,6 +130,46 @@ def moments_in_fp32(optimization: Optimization) -> Iterator[None]:
     finally:
         for part in parts:
             del part._get_main_param_and_optimizer_states, part._set_main_param_and_optimizer_states
+
+
+@contextlib.contextmanager
+def parameters_in_place(optimizer: Any) -> Iterator[None]:
+    """Enter a block in which the state of a `DistributedOptimizer` is cut into parameters at the right places.
+
+    megatron gathers it without the padding at the ends of buckets, but counts that padding where it cuts: of what
+    comes after a padded bucket, shifted numbers went into checkpoints, without an error. A tied embedding over pipeline
+    stages has a bucket of its own, and `--overlap-grad-reduce` has many. Of a single replica it makes copies of up to
+    nine times the weights; here that state is given as it lies.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                part.get_parameter_state_dp_zero = partial(_state_of, part, part.data_parallel_group.size() == 1)
+                stack.callback(delattr, part, "get_parameter_state_dp_zero")  # the class's method again
+        yield
+
+
+class _ByStart(dict[int, torch.Tensor]):
+    """Numbers of a buffer's parameters by their start in it; a slice gives a parameter, as of one tensor."""
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return super().__getitem__(place.start)
+
+
+def _state_of(part: DistributedOptimizer, is_alone: bool, **options: Any) -> dict[int, Any]:
+    state = {} if is_alone else DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
+    for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+        before = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
+        padding = [start - unpadded for (start, _), unpadded in zip(buffer.bucket_indices, before, strict=False)]
+        (dtype,) = ranges
+        pieces = {key: _ByStart() for key in ("param", "exp_avg", "exp_avg_sq")}
+        for parameter, (start, end, bucket) in buffer.param_index_map.items():
+            place = slice(None) if is_alone else slice(start - padding[bucket], end - padding[bucket])
+            own = part._get_main_param_and_optimizer_states(parameter) if is_alone else state[number][dtype]
+            for key, piece in pieces.items():
+                piece[start] = own[key].detach().cpu().view(-1)[place]
+        state[number] = {dtype: pieces}
+    return state
 
 
 @contextlib.contextmanager

@@ -23,14 +23,14 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megatron_rl.checkpoint.adapters import is_adapted, sharded_adapters, take_adapters
 from megatron_rl.checkpoint.dist_files import OF_CRITIC, DistFiles, misfit
-from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room, moments_in_fp32
+from megatron_rl.checkpoint.optimizer_state import by_part, load_state, make_room, moments_in_fp32, parameters_in_place
 from megatron_rl.checkpoint.saving import ResultQueue, succeed_on_all_ranks
 from megatron_rl.errors import one_line
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.platform.device import is_out_of_memory
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.megatron import asynchronous_writer, parameters_where_they_lie, use_result_queue
+from megatron_rl.platform.megatron import asynchronous_writer, use_result_queue
 from megatron_rl.quantization.copies import as_numbers
 from megatron_rl.trainer.optimizer import Optimization
 
@@ -113,7 +113,7 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
     )
     if optimization is not None:
         models = state["model"] if len(state) == 1 else dict(state)
-        with parameters_where_they_lie(optimization.optimizer), moments_in_fp32(optimization):
+        with parameters_in_place(optimization.optimizer), moments_in_fp32(optimization):
             state["optimizer"] = optimization.optimizer.sharded_state_dict(
                 models, is_loading=loading, metadata=metadata
             )

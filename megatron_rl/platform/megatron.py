@@ -114,6 +114,7 @@ def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]])
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner as Planner
 
     def noting(write: Callable[..., None]) -> Callable[..., None]:
         def noted(*given: Any, **named: Any) -> None:
@@ -129,6 +130,7 @@ def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]])
         (Writer, write_shards, staticmethod(noting(shards))),
         (Writer, "finish", noting(Writer.finish)),
         (serialization, "save_config", noting(serialization.save_config)),
+        (Planner, "transform_object", with_own_storage),
     ]
     if common is not None:
         replacements.append((*common, noting(_save_common)))
@@ -137,6 +139,19 @@ def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]])
             originals.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, replacement)
         yield
+
+
+def with_own_storage(planner: Any, item: Any, given: Any) -> Any:
+    """Return a tensor of the host that is part of a larger one, as weights are, as if it had a storage of its own.
+
+    megatron-core would clone all of these before it writes any: in fp32 twice the weights.
+    """
+    del planner, item
+    if not (isinstance(given, torch.Tensor) and given.is_cpu and given.is_contiguous() and given.numel()):
+        return given
+    start = given.storage_offset() * given.itemsize
+    storage = given.detach().untyped_storage()[start : start + given.nbytes]  # the same memory
+    return torch.empty(0, dtype=given.dtype).set_(storage, 0, given.shape, given.stride())
 
 
 def _save_common(*given: Any) -> None:
@@ -247,33 +262,6 @@ def groups_known_by_what_they_are() -> Iterator[None]:
             originals.callback(setattr, module, "param_group_identifier_keys", module.param_group_identifier_keys)
             module.param_group_identifier_keys = names
         yield
-
-
-@contextlib.contextmanager
-def parameters_where_they_lie(optimizer: Any) -> Iterator[None]:
-    """Enter a block in which the state of a `DistributedOptimizer` is cut into parameters at the right places.
-
-    megatron gathers it without the padding at the ends of buckets, but counts that padding where it cuts: of what
-    comes after a padded bucket, shifted numbers went into checkpoints, without an error. A tied embedding over pipeline
-    stages has a bucket of its own, and `--overlap-grad-reduce` has many.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
-
-    parts = [part for part in optimizer.chained_optimizers if isinstance(part, Optimizer)]
-    buffers = [(buffer, buffer.param_index_map) for part in parts for buffer in part.buffers]
-    for buffer, places in buffers:
-        sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-        before = [sum(sizes[:number]) for number in range(len(sizes))]
-        padding = [start - unpadded for (start, _), unpadded in zip(buffer.bucket_indices, before, strict=True)]
-        buffer.param_index_map = {
-            parameter: (start - padding[bucket], end - padding[bucket], bucket)
-            for parameter, (start, end, bucket) in places.items()
-        }
-    try:
-        yield
-    finally:
-        for buffer, places in buffers:
-            buffer.param_index_map = places
 
 
 class _TrainableMemoryBuffer(GlobalMemoryBuffer):

@@ -45,11 +45,11 @@ def test_latent_attention_is_built_without_transformer_engine() -> None:
     assert isinstance(multi_latent_attention.TELinear, type) or not multi_latent_attention.HAVE_TE
 
 
-@pytest.mark.parametrize("mended", [True, False])
+@pytest.mark.parametrize("how", ["in place", "gathered", "megatron's own"])
 def test_state_after_a_padded_bucket_is_saved_whole(
-    one_rank: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: bool
+    one_rank: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """In fp32 the main parameters of a checkpoint are its weights."""
+    """In fp32 the main parameters of a checkpoint are its weights; of several replicas they are gathered."""
     small = functools.partial(optimizer.DistributedDataParallelConfig, bucket_size=1_000)
     monkeypatch.setattr(optimizer, "DistributedDataParallelConfig", small)
     overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
@@ -57,15 +57,17 @@ def test_state_after_a_padded_bucket_is_saved_whole(
     buffer = optimization.wrapped[0].buffers[0]
     assert len(buffer.buckets) > 3
     assert buffer.numel > buffer.numel_unpadded
-    if not mended:
-        monkeypatch.setattr(tensors, "parameters_where_they_lie", lambda _: contextlib.nullcontext())
+    if how == "megatron's own":
+        monkeypatch.setattr(tensors, "parameters_in_place", lambda _: contextlib.nullcontext())
+    if how == "gathered":
+        state_of = optimizer_state._state_of
+        monkeypatch.setattr(optimizer_state, "_state_of", lambda part, _, **options: state_of(part, False, **options))
     optimizer_state.make_room(optimization)
     tensors.save_tensors(tmp_path, optimization.policy, optimization)
     saved = contents(tmp_path)
     name = "embedding.word_embeddings.weight"
     is_whole = torch.equal(saved[f"optimizer.state.param.{name}"], saved[name])
-    assert is_whole or not mended
-    assert not is_whole or mended, "megatron's own would do"
+    assert is_whole == (how != "megatron's own")
 
 
 def test_a_context_of_last_logits() -> None:
