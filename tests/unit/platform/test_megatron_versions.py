@@ -26,6 +26,7 @@ import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
 from megatron_rl.checkpoint import optimizer_state, tensors
 from megatron_rl.errors import CheckpointError
 from megatron_rl.platform import megatron
+from megatron_rl.platform.device import storages_of
 from megatron_rl.trainer import optimizer
 from tests.support.checkpoints import contents
 from tests.support.samples import all_equal, tiny_optimization, weights_of
@@ -68,6 +69,21 @@ def test_state_after_a_padded_bucket_is_saved_whole(
     name = "embedding.word_embeddings.weight"
     is_whole = torch.equal(saved[f"optimizer.state.param.{name}"], saved[name])
     assert is_whole == (how != "megatron's own")
+
+
+def test_a_save_of_one_replica_writes_its_tensors_from_where_they_lie(one_rank: object, tmp_path: Path) -> None:
+    optimization = tiny_optimization(**SHAPES["odd widths"], use_distributed_optimizer=True)
+    optimizer_state.make_room(optimization)
+    (part,) = optimization.optimizer.chained_optimizers
+    moments = [values[key] for values in part.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    own = [(one.data_ptr(), one.nbytes()) for one in storages_of([*optimization.policy.parameters(), *moments])]
+    with megatron.watched_writers(contextlib.nullcontext):
+        request = tensors.save_tensors(tmp_path, optimization.policy, optimization, in_background=True)
+    written = [tensor for *_, (_, items) in request.async_fn_args[1] for _, tensor in items]
+    assert sum(tensor.nbytes for tensor in written) == 4 * sum(one.nbytes for one in optimization.policy.parameters())
+    for tensor in written:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "torch.save writes whole storages"
+        assert any(start <= tensor.data_ptr() < start + size for start, size in own), "a copy"
 
 
 def test_a_context_of_last_logits() -> None:
