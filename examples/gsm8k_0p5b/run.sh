@@ -5,7 +5,7 @@
 #   MODEL=/models/Qwen2.5-0.5B-Instruct DATA=/data/gsm8k bash ...      a directory or a GGUF file; train.jsonl and test.jsonl
 #   FORM=strict bash ...                                               a number counts only after ####, as in verl
 #
-# --quick: two small steps and their evaluations on a CPU, in at most ten minutes.
+# --quick: two small steps of LoRA adapters and their evaluations on a CPU, in at most ten minutes.
 FAMILY=qwen2
 GPUS_PER_NODE=${GPUS_PER_NODE:-1}
 source "$(dirname "$0")/../launch.sh"
@@ -15,9 +15,9 @@ FORM=${FORM:-last}
 QUICK=() FLAGS=()
 for word in "$@"; do
     if [ "$word" = --quick ]; then
-        QUICK=(--no-bf16 --grpo-prompts-per-step 2 --grpo-group-size 4 --global-batch-size 8 --lr-warmup-iters 0
-               --rl-max-new-tokens 96 --seq-length 512 --rl-sequence-packing-bin-size 1024 --train-iters 2
-               --eval-interval 2 --save-interval 2)
+        QUICK=(--no-bf16 --lora-rank 16 --lr 1e-4 --lr-warmup-iters 0
+               --grpo-prompts-per-step 2 --grpo-group-size 4 --global-batch-size 8 --rl-max-new-tokens 96
+               --seq-length 512 --rl-sequence-packing-bin-size 512 --train-iters 2 --eval-interval 2 --save-interval 2)
     else
         FLAGS+=("$word")
     fi

@@ -110,6 +110,8 @@ class Study:
     def run(self, arm: Arm) -> None:
         """Train, then evaluate the whole test split; print the table of all runs."""
         options = self._options
+        if time.monotonic() > self._end:
+            return
         flags = ["--load-hf", options.model, "--langrl-env-config", str(self._list("held_out"))]
         if self._launch(arm.name, [*flags, *arm.flags(self._size, options.at_once)]):
             weights = ["--load", str(options.run_dir / arm.name / "checkpoints")]

@@ -155,7 +155,7 @@ def test_one_arm_of_the_study_runs(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not MODEL, reason="needs MODEL_0P5B, a directory or GGUF file of a Qwen2.5 0.5B, and 12 GB")
+@pytest.mark.skipif(not MODEL, reason="needs MODEL_0P5B, a directory or GGUF file of a Qwen2.5 0.5B")
 def test_quick_trains_the_real_model(tmp_path: Path) -> None:
     given = os.environ | {"MODEL": MODEL, "FORM": "last", "RUN_DIR": str(tmp_path / "run")}
     outcome = subprocess.run(["bash", str(SCRIPT), "--quick"], env=given, capture_output=True, text=True)
