@@ -177,6 +177,7 @@ def table(run_dir: Path) -> str:
     begun = [arm.name for arm in ARMS if (run_dir / arm.name / "metrics.jsonl").exists()]
     found = {name: list(read_rows(run_dir / name / "metrics.jsonl")) for name in begun}
     steps = sorted({row["step"] for rows in found.values() for row in rows if SCORE in row})
+    spans = list(zip(steps, steps[1:], strict=False))
     headers = ("run", "ended", "step", *(f"at {step}" for step in steps), "whole", *COSTS)
     results, gaps = [], []
     for name, rows in found.items():
@@ -188,12 +189,12 @@ def table(run_dir: Path) -> str:
             (name, status(run_dir / name) or "-", str(max((row["step"] for row in rows), default=0)),
              *(_number(scores.get(step)) for step in steps), _number(*after), *middle)
         )  # fmt: skip
-        gap = {row["step"]: row[GAP] for row in rows if GAP in row}
-        gaps.append((name, *(f"{gap[max(step, 1)]:.2e}" if max(step, 1) in gap else "-" for step in steps)))
+        parts = [[row[GAP] for row in rows if GAP in row and first < row["step"] <= last] for first, last in spans]
+        gaps.append((name, *(f"{statistics.fmean(part):.2e}" if part else "-" for part in parts)))
     if found:
         lines += ["", "held-out accuracy (greedy) by step; medians of the costs", format_table(headers, results)]
-        lines += ["", "mismatch by step (mean |log-prob difference|)"]
-        lines += [format_table(("run", *(f"at {max(step, 1)}" for step in steps)), gaps)]
+        lines += ["", "mismatch: mean |log-prob difference| of rollouts and trainer, by steps"]
+        lines += [format_table(("run", *(f"{first + 1} to {last}" for first, last in spans)), gaps)]
     return "\n".join(lines)
 
 

@@ -130,7 +130,7 @@ def test_the_table_of_what_there_is(study, tmp_path: Path) -> None:
     assert lines[0].endswith("0.436")
     rows = [line.split() for line in lines if line.strip().startswith("int8-none-seed1")]
     assert rows[0][1:] == ["finished", "3", "0.250", "0.500", "0.502", "2", "-", "-"]
-    assert rows[1][1:] == ["1.00e-03", "3.00e-03"]
+    assert rows[1][1:] == ["2.00e-03"], "the mean of the steps between two evaluations"
 
 
 def _tiny(folder: Path) -> Path:
