@@ -20,7 +20,7 @@ from tests.unit.families.test_published_models import PUBLISHED
 SCRIPT = EXAMPLES / "gsm8k_0p5b" / "run.sh"
 ROOT = EXAMPLES.parent
 MODEL = os.environ.get("MODEL_0P5B", "")
-"""A directory or GGUF file of a Qwen2.5 0.5B, for the tests with --long that train it."""
+"""A directory or GGUF file of a Qwen2.5 0.5B, for the test that trains it; without a hub ``DATA``, too."""
 
 
 @pytest.fixture
@@ -155,9 +155,9 @@ def test_one_arm_of_the_study_runs(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not MODEL, reason="needs MODEL_0P5B, a directory or GGUF file of a Qwen2.5 0.5B")
+@pytest.mark.skipif(not MODEL, reason="give MODEL_0P5B, a Qwen2.5 0.5B, and without a hub DATA, a directory of GSM8K")
 def test_quick_trains_the_real_model(tmp_path: Path) -> None:
-    given = os.environ | {"MODEL": MODEL, "FORM": "last", "RUN_DIR": str(tmp_path / "run")}
+    given = os.environ | {"MODEL": MODEL, "RUN_DIR": str(tmp_path / "run")}
     outcome = subprocess.run(["bash", str(SCRIPT), "--quick"], env=given, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
