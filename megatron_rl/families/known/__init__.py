@@ -1,1 +1,1 @@
-"""One file is one family; ``FAMILIES`` of `megatron_rl.registry` finds it by its name."""
+"""One file per family, found by its name in ``FAMILIES`` of `megatron_rl.registry`."""
