@@ -30,7 +30,7 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.platform.device import is_out_of_memory
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.megatron import asynchronous_writer, parameters_where_they_lie, use_result_queue
+from megatron_rl.platform.megatron import asynchronous_writer, fix_bucket_offsets, use_result_queue
 from megatron_rl.quantization.copies import as_numbers
 from megatron_rl.trainer.optimizer import Optimization
 
@@ -113,15 +113,15 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
     )
     if optimization is not None:
         models = state["model"] if len(state) == 1 else dict(state)
-        with parameters_where_they_lie(optimization.optimizer), moments_in_fp32(optimization):
+        with fix_bucket_offsets(optimization.optimizer), moments_in_fp32(optimization):
             state["optimizer"] = optimization.optimizer.sharded_state_dict(
                 models, is_loading=loading, metadata=metadata
             )
     if policy.fp8_weights is not None:
-        numbers_of = as_numbers if loading else policy.fp8_weights.numbers_of
+        main_values = as_numbers if loading else policy.fp8_weights.main_values
         for piece in nested_values({name: state[name] for name in named_chunks(policy)}):
             if is_float8tensor(getattr(piece, "data", None)):
-                piece.data = numbers_of(piece.data)
+                piece.data = main_values(piece.data)
     return state
 
 
