@@ -34,8 +34,8 @@ done
 
 bash tools/setup.sh gguf
 export PATH="$PWD/.venv/bin:$PATH"
-PRECISION=$(python -c 'import torch; from megatron_rl.platform.device import gain_of_bf16
-print("--bf16" if torch.cuda.is_available() or gain_of_bf16() > 1.2 else "")')
+PRECISION=$(python -c 'import torch; from megatron_rl.platform.device import bf16_speedup
+print("--bf16" if torch.cuda.is_available() or bf16_speedup() > 1.2 else "")')
 
 python examples/code_0p5b/prepare.py ${DATA:+--data "$DATA"} --output "$RUN_DIR"
 torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py --config examples/code_0p5b/grpo.yaml \

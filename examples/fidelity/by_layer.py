@@ -40,7 +40,7 @@ from megatron_rl.models.attention.kv_format import rounded_attention
 from megatron_rl.models.gpt import build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.platform.groups import initialize, shut_down
-from megatron_rl.quantization.audit import observed
+from megatron_rl.quantization.audit import observe_linears
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.shapes import skipped
 from megatron_rl.registry import RECIPES
@@ -77,7 +77,7 @@ class Results:
 
 def measure_formats(study: Study, results: Results, batch: TokenBatch) -> None:
     """Compare each format with fp32 on all answers. `int8_smooth` is calibrated on their channels, as a run's is."""
-    with observed(study.policy.gpt, channels=True) as seen:
+    with observe_linears(study.policy.gpt, channels=True) as seen:
         exact = study.scores(batch)
     amax = {name: one.channel_amax for name, one in seen.items()}
     gap = (exact.logprobs - batch.inference_logprobs[batch.in_loss]).abs()

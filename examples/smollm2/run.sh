@@ -33,8 +33,8 @@ esac
 . examples/smollm2/model.sh
 
 # fp32, or bf16 beside fp32 weights of the optimizer where the processor's products of bf16 are faster.
-PRECISION=$(python -c 'import torch; from megatron_rl.platform.device import gain_of_bf16
-print("--bf16" if torch.cuda.is_available() or gain_of_bf16() > 1.2 else "")')
+PRECISION=$(python -c 'import torch; from megatron_rl.platform.device import bf16_speedup
+print("--bf16" if torch.cuda.is_available() or bf16_speedup() > 1.2 else "")')
 
 python examples/smollm2/prepare.py --task "$TASK" --output "$RUN_DIR/$TASK"
 for SEED in ${SEEDS//,/ }; do

@@ -1,4 +1,4 @@
-"""Advantages, losses, corrections, group filters, KL and log-probs. What an extension's file needs is exported here."""
+"""Advantages, losses, corrections, group filters, KL and log-probs; exports the names that extensions need."""
 
 from megatron_rl.algorithms.batch import LossInputs, StepRewards, Terms, TokenBatch, log_ratio
 from megatron_rl.algorithms.extension import CLIPPED, Extension, GroupFilter

@@ -1,6 +1,6 @@
-"""Rows of `StepRewards` where samples have several agents: a row is what one agent did in one sample.
+"""Rows of `StepRewards` for samples with several agents: one per agent and sample.
 
-Two samples of a task; in the second one only the planner acted, so the worker has no other to be compared with::
+Two samples of a task; in the second one only the planner acted, so the worker of the first is alone in its group::
 
     row       0 planner   1 worker   2 planner
     sample    0           0          1
@@ -18,10 +18,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AgentRows:
-    """Where the agents of samples have their rows."""
+    """Maps agents of samples to rows."""
 
     index: Mapping[tuple[int, int], int]
-    """By sample, and the number of the agent's first sequence in it."""
+    """(sample, index of the agent's first sequence in it) -> row."""
     task: Tensor
     """[groups] int64: the task of each group, from 0; a group is one agent's rows of one task."""
 
@@ -31,8 +31,8 @@ class AgentRows:
 
         Args:
             tasks: the task of each row, [N] int64, ascending.
-            agents: the number of its agent among those of the task, [N] int64.
-            firsts: the number of its agent's first sequence, [N] int64; 0 begins another sample.
+            agents: the index of its agent in the task, [N] int64.
+            firsts: the index of its agent's first sequence, [N] int64; 0 begins a new sample.
         """
         if not (agents.any() or firsts.any()):
             return range(len(tasks)), tasks, None
@@ -42,10 +42,10 @@ class AgentRows:
         return samples, group_index, cls(index, groups[:, 0])
 
     def rows(self, samples: Sequence[int], firsts: Sequence[int]) -> list[int]:
-        """Return the row of each sequence; of dummies there is a first sequence, but no sample."""
+        """Return the row of each sequence, without dummies (which have a first sequence, but no sample)."""
         return [self.index[key] for key in zip(samples, firsts, strict=False)]
 
     def by_task(self, informative: Tensor) -> Tensor:
-        """Return which tasks have a group that is ``informative``: [groups] bool -> [tasks] bool."""
+        """Map [groups] bool to [tasks] bool: tasks with an ``informative`` group."""
         tasks = torch.zeros(int(self.task.max()) + 1, dtype=torch.bool)
         return tasks.index_fill(0, self.task[informative], True)

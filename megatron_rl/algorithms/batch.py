@@ -1,7 +1,7 @@
-"""A `Sample` for training, and ``TokenBatch``: all that losses, corrections and advantages know of a micro-batch.
+"""Training data: `Sample`, and ``TokenBatch``, the input of losses, corrections and advantages for a micro-batch.
 
-Shapes: ``[T]`` packed tokens, ``[B]`` sequences of the batch, ``[N]`` samples of the step. Log-probs are fp32 and sit
-at their token's index.
+Shapes: ``[T]`` packed tokens, ``[B]`` sequences of the batch, ``[N]`` samples of the step. Log-probs are fp32 and
+stored at their token's index.
 """
 
 from __future__ import annotations
@@ -17,107 +17,108 @@ from megatron_rl.algorithms.agents import AgentRows
 from megatron_rl.algorithms.context import Share
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. Unbounded, one token of 88 nats turns the loss of the batch into inf; exp(20) is beyond every clip range."""
+"""Nats. Without a limit, one token of 88 nats makes the loss of the batch inf; exp(20) is beyond every clip range."""
 
 Aggregation = Literal["token-mean", "sequence-mean", "constant"]
 Terms = tuple[Tensor, dict[str, Tensor]]
-"""What a loss, a correction or an advantage returns: a number for each token, [T] fp32, and sums to log by name.
+"""Result of a loss, correction or advantage: values [T] fp32, and sums to log by name.
 
-A sum is [] or [T], 0 at masked positions. It is added up over tokens, micro-batches and ranks and divided by the step's
-loss tokens. Of a name that ends in ``_max`` the largest is logged.
+A sum is [] or [T], 0 at masked positions. It is summed over tokens, micro-batches and ranks and divided by the step's
+loss tokens. Names ending in ``_max`` are maxima.
 """
 
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Rewards of the step's samples, of all ranks: the same on every rank, on the CPU. Index n is sample n."""
+    """Rewards of the step's samples on all ranks; identical on every rank, on the CPU. Index n is sample n."""
 
     rewards: Tensor
     """[N] fp32, finite where ``valid``."""
     valid: Tensor
-    """[N] bool; False where grading failed: masked from baseline and loss."""
+    """[N] bool; False if grading failed: excluded from baseline and loss."""
     group_index: Tensor
-    """[N] int64, the task of each sample, counted from 0."""
+    """[N] int64, the task of each sample, from 0."""
     informative: Tensor
     """[number of groups] bool: groups whose advantages can differ from 0."""
     in_loss: Tensor
-    """[N] bool: the samples that are trained on."""
+    """[N] bool: trained samples."""
     loss_tokens: Tensor
-    """[N] int64: tokens of the sample that the policy wrote, in all its sequences."""
+    """[N] int64: tokens that the policy wrote, in all sequences of the sample."""
     parts: Tensor | None = None
-    """[N, R] fp32: the rewards that the advantage names (`reward_names`); None where it names none."""
+    """[N, R] fp32: the advantage's named rewards (`reward_names`), if any."""
     policy_version: int = 0
-    """Of the policy at the beginning of the step: how many steps have changed it."""
+    """Number of training steps before the current one."""
     turns: TurnRewards | None = None
     """With --rl-turn-discount."""
     agents: AgentRows | None = None
-    """Where samples have several agents: index n is then what one agent did in one sample."""
+    """If samples have several agents: index n is then one agent's part of one sample."""
 
     @property
     def informative_tasks(self) -> Tensor:
-        """[tasks] bool: those with an informative group."""
+        """[tasks] bool: tasks with an informative group."""
         return self.informative if self.agents is None else self.agents.by_task(self.informative)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRewards(StepRewards):
-    """The same with turns in place of samples: index n is turn n of the step, its reward a discounted return.
+    """Rewards by turn: index n is turn n of the step, with its discounted return.
 
-    Groups are the turns of one number in the samples of one task. An advantage that is made of them is of turns.
+    A group contains the turns with the same number in the samples of one task. Advantages of these rewards are per
+    turn.
     """
 
     own: Tensor
-    """[N] fp32: the rewards of single turns; the last has what was given at the end, too."""
+    """[N] fp32: undiscounted rewards of the turns; the last one includes the final reward."""
     discount: float
-    """Of the next turn's return."""
+    """Factor of the next turn's return."""
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """The way a field of `Sample` travels between ranks and is laid end to end."""
+    """How a field of `Sample` is exchanged and concatenated."""
 
     dtype: torch.dtype | None
     """None: uint8 or int16, [L, layers, k]; such a field may be None."""
     per_token: bool = True
-    """A tensor with one row a token; else one Python number of the sequence."""
+    """True: a tensor with one row per token; False: a scalar per sequence."""
     padding: int | None = 0
-    """Of the tokens that round T up; None is the largest number of the dtype."""
+    """Value for padding tokens; None: the dtype's maximum."""
     on_host: bool = False
-    """In a micro-batch a tuple of integers, for which no kernel waits; dummy sequences are left out."""
+    """Kept as a tuple of integers in micro-batches, without device reads; dummy sequences are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One sequence ready for training, on the CPU. Sequences of one sample share its id and reward.
 
-    The exchange between ranks and `TokenBatch.samples` follow from this declaration: there L is T, and a number of a
-    sequence is a tensor [B].
+    Exchange and `TokenBatch.samples` are derived from this declaration: there L is T, and scalars are tensors [B].
     """
 
     token_ids: Annotated[Tensor, FieldSpec(torch.int64)]
     """[L] int64."""
     loss_mask: Annotated[Tensor, FieldSpec(torch.bool)]
-    """[L] bool: the policy wrote the token; False in the prompt and where it read."""
+    """[L] bool: tokens written by the policy; False in prompts and environment messages."""
     inference_logprobs: Annotated[Tensor, FieldSpec(torch.float32)]
-    """[L] fp32, 0 at prompt positions and in supervised samples, which nothing sampled."""
+    """[L] fp32, 0 at prompt positions and in supervised samples."""
     versions: Annotated[Tensor, FieldSpec(torch.int64)]
-    """[L] int64: how many steps had changed the policy that drew the token."""
+    """[L] int64: policy version that drew the token (number of steps)."""
     routing: Annotated[Tensor | None, FieldSpec(None, padding=None)] = None
-    """[L, layers of this rank, k]: experts to send the tokens to (`--rl-router-replay`). Where it is the largest number
-    of the dtype, as the rollout did not feed the token, the router chooses."""
+    """[L, layers of this rank, k]: experts to use (`--rl-router-replay`). The dtype's maximum, for tokens that the
+    rollout did not feed: the router chooses.
+    """
     reward: Annotated[float | Tensor, FieldSpec(torch.float32, per_token=False)] = 0.0
     sample_id: Annotated[int | tuple[int, ...], FieldSpec(torch.int64, per_token=False, on_host=True)] = 0
-    """Of the sample in the step; ties it to its rows in the rollout records."""
+    """Index of the sample in the step; links to its rows in the rollout records."""
     sequence: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
-    """Number among the sample's sequences; number 0 is always there."""
+    """Index among the sample's sequences; index 0 always exists."""
     first_sequence: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
-    """Number of the first sequence of its agent, which is always there, too; 0 without agents."""
+    """Index of its agent's first sequence, which always exists; 0 without agents."""
     tokens_elsewhere: Annotated[int | Tensor, FieldSpec(torch.int64, per_token=False)] = 0
-    """Tokens that the policy wrote in the sample's (of its agents: this one's) other sequences, wherever these are."""
+    """Tokens that the policy wrote in the sample's (or its agent's) other sequences, on any rank."""
     truncated: Annotated[bool | Tensor, FieldSpec(torch.bool, per_token=False)] = False
-    """The sequence was cut at its length limit."""
+    """True if the sequence reached its length limit."""
     turn: Annotated[Tensor | None, FieldSpec(torch.int64, padding=-1)] = None
-    """[L] int64: the turn's index in `TurnRewards`, -1 where the policy did not write; None without them."""
+    """[L] int64: the turn's index in `TurnRewards`, -1 for tokens that the policy did not write; None without turns."""
 
     @property
     def length(self) -> int:
@@ -130,18 +131,18 @@ SAMPLE_FIELDS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sam
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The places of the B sequences of a micro-batch; the last ones may be dummies that round T up."""
+    """Positions of the B sequences of a micro-batch; the last ones may be dummies that pad T."""
 
     lengths: tuple[int, ...]
-    """Host integers, so that no kernel launch waits for the device."""
+    """On the host, so that no kernel launch waits for the device."""
     cu_seqlens: Tensor
     """[B+1] int32."""
     position_ids: Tensor
     """[T] int64, restarts at 0 for every sequence."""
     sequence_index: Tensor
-    """[T] int64, the sequence of each token; every sequence is whole."""
+    """[T] int64, the sequence of each token; sequences are contiguous."""
     share: Share | None = None
-    """The tokens that this rank runs through the model; None: all. Each context-parallel rank has the whole batch."""
+    """Tokens that this rank runs through the model; None: all. Each context-parallel rank has the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -153,22 +154,22 @@ class CriticValues:
     end_values: Tensor | None = None
     """[B], after the last token of each sequence."""
     returns: Tensor | None = None
-    """[T], what the values are trained towards."""
+    """[T], targets of the values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """The inputs of a loss or a correction. Masked positions may hold anything, NaN included."""
+    """Inputs of a loss or a correction. Masked positions may contain anything, including NaN."""
 
     packing: Packing
     loss_mask: Tensor
-    """[T] fp32, 1 where the policy wrote the token."""
+    """[T] fp32, 1 for tokens written by the policy."""
     inference_logprobs: Tensor
-    """[T], of the engine that drew the tokens; 0 where ``loss_mask`` is 0."""
+    """[T], from the rollout engine; 0 where ``loss_mask`` is 0."""
     old_logprobs: Tensor | None = None
-    """[T] of the trainer's model before the step's updates. None in the first update: the current ones."""
+    """[T], from the trainer's model before the step's updates. None in the first update: equal to the current ones."""
     current_logprobs: Tensor | None = None
-    """[T] of the model being trained; the gradient flows into them."""
+    """[T], from the model being trained, with gradient."""
     advantages: Tensor | None = None
     """[T]."""
 
@@ -184,7 +185,7 @@ class LossInputs:
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Return the sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
-        # In fp64: on a GPU index_add has no fixed order but in --deterministic-mode, and two runs would differ in fp32.
+        # fp64: index_add on a GPU has a fixed order only in --deterministic-mode, so runs would differ in fp32.
         known = torch.where(self.in_loss, values, 0.0).double()
         return known.new_zeros(len(self.packing.lengths)).index_add(0, self.sequence_index, known)
 
@@ -199,9 +200,9 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch(LossInputs):
-    """Sequences laid end to end (``thd``): one micro-batch. All tensors share one device.
+    """A micro-batch: concatenated sequences (``thd``). All tensors are on one device.
 
-    Two samples ``P0 A0 E`` with reward 1 and ``Q0 B0`` with reward 0.5, rounded up to 8 tokens::
+    Two samples ``P0 A0 E`` with reward 1 and ``Q0 B0`` with reward 0.5, padded to 8 tokens::
 
         samples.token_ids        P0 A0  E  Q0 B0  -  -  -
         packing.position_ids      0  1  2   0  1  0  1  2
@@ -210,30 +211,30 @@ class TokenBatch(LossInputs):
         loss_mask                 0  1  1   0  1  0  0  0
         rewards                   0  0  1   0  .5 0  0  0
 
-    Collation fills what has no default, the forward pass of an update the current log-probs and their entropy, and
-    scoring the rest where it is needed.
+    Fields without a default are set by collation, current log-probs and entropy by an update's forward pass, others by
+    scoring as needed.
     """
 
     samples: Sample
-    """End to end. A harness's sample may have sequences in other micro-batches or on other ranks of the same update."""
+    """Concatenated. A sample may have sequences in other micro-batches or on other ranks of the same update."""
     rewards: Tensor
     """[T] fp32: a sequence's reward at its last loss token, 0 elsewhere."""
     step: StepRewards | None = None
     ref_logprobs: Tensor | None = None
-    """[T] of the reference; None without a KL penalty."""
+    """[T], of the reference model; None without a KL penalty."""
     teacher_logprobs: Tensor | None = None
-    """[T] of the teacher; None without one."""
+    """[T], of the teacher, if any."""
     critic: CriticValues | None = None
     advantage_sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of the advantages, for the metrics."""
-    picked: Tensor | None = None
-    """[T] bool: the tokens of the update that a loss of `covariance.TokenSelection` treats otherwise; else None."""
+    """Sums of the advantages, to log."""
+    selected: Tensor | None = None
+    """[T] bool: tokens selected by a `covariance.TokenSelection` loss; else None."""
     entropy: Tensor | None = None
     """[T], nats, of the distribution the token was drawn from."""
 
     @property
     def is_counted_here(self) -> bool:
-        """True on the context-parallel rank that counts the denominator: all ranks know the whole loss."""
+        """True on the context-parallel rank that counts the denominator, since all of them compute the whole loss."""
         return self.packing.share is None or self.packing.share.rank == 0
 
     @property
@@ -243,7 +244,7 @@ class TokenBatch(LossInputs):
 
     @property
     def rows(self) -> Sequence[int]:
-        """The index in ``step`` of each sequence; dummies are left out."""
+        """Index of each sequence in ``step``, without dummies."""
         ids, agents = self.samples.sample_id, self.step and self.step.agents
         return ids if agents is None else agents.rows(ids, self.samples.first_sequence.tolist())
 
@@ -254,13 +255,13 @@ class TokenBatch(LossInputs):
 
     @property
     def lag(self) -> Tensor:
-        """Staleness, [T] int64: steps between the policy that drew the token and that at the beginning of ``step``."""
+        """Staleness, [T] int64: steps between the policy that drew the token and the current one."""
         return torch.zeros_like(self.versions) if self.step is None else self.step.policy_version - self.versions
 
     def of_samples(self, values: Tensor) -> Tensor:
         """Give each token the value of its sample: [N] on the CPU -> [T] fp32 on the batch's device.
 
-        Where ``step`` is of turns, the value of its turn; 0 where the policy did not write.
+        If ``step`` has turns, the value of its turn; 0 for tokens that the policy did not write.
         """
         if isinstance(self.step, TurnRewards):
             if self.samples.turn is None:  # a batch without loss
@@ -271,24 +272,24 @@ class TokenBatch(LossInputs):
         return own.to(self.sequence_index.device)[self.sequence_index]
 
     def sample_tokens(self) -> Tensor:
-        """Count the loss tokens of each sequence's sample, in all its sequences: [B] int64.
+        """Count the loss tokens of each sequence's sample, over all its sequences: [B] int64.
 
-        What `trusted_mask` left out of other sequences, which may be in another micro-batch, is still counted.
+        Includes tokens that `trusted_mask` removed from other sequences, which may be in other micro-batches.
         """
         return self.loss_tokens() + self.samples.tokens_elsewhere
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return ``log(numerator / denominator)`` of each token, within ``LOG_RATIO_LIMIT``, 0 at masked positions.
+    """Return ``log(numerator / denominator)`` per token, clamped to ``LOG_RATIO_LIMIT``, 0 at masked positions.
 
-    All [T]. Masked positions may hold NaN: neither value nor gradient passes.
+    All [T]. NaN at masked positions affects neither value nor gradient.
     """
     difference = numerator_logprobs.float() - denominator_logprobs.float()
     return torch.where(loss_mask > 0, difference, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tuple[Tensor, Tensor]:
-    """Return the weights of the tokens and the denominator of their sum.
+    """Return token weights and the denominator of their sum.
 
     The trainer sums ``per_token * weights`` and the denominators over all micro-batches and data-parallel ranks of an
     update and divides once, so two micro-batches equal one.
@@ -301,13 +302,13 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     ``constant``       1 / constant (Dr. GRPO)          number of samples with loss tokens
     =================  ===============================  ==========================================
 
-    A sample of several sequences has the weight of one: all its tokens count, and its first sequence counts it in the
-    denominator. Of several agents each one's part is a sample here.
+    A sample with several sequences counts once, in its first sequence, with all its tokens. With several agents each
+    one's part is a sample here.
 
     Args:
         kind: the reduction.
-        batch: its mask is that after ``trusted_mask`` and before any rejection by a mismatch correction.
-        constant: tokens, positive; Dr. GRPO (arXiv 2503.20783) takes the length limit of completions.
+        batch: masked by ``trusted_mask``, before any rejection by a correction.
+        constant: tokens, positive; Dr. GRPO (arXiv 2503.20783) uses the length limit of completions.
 
     Returns:
         weights [T] fp32, 0 at masked positions, and the denominator, [] int64 on the same device.
@@ -323,15 +324,15 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
 
 
 def summed(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reduce each of an extension's sums to [] fp64, detached; the largest of a name that ends in ``_max``."""
+    """Reduce each of an extension's sums to [] fp64, detached; names ending in ``_max`` to their maximum."""
     values = {name: value.detach().double() for name, value in sums.items()}
     return {name: value.max() if name.endswith("_max") else value.sum() for name, value in values.items()}
 
 
 def trusted_mask(loss_mask: Tensor, *logprobs: Tensor | None) -> Tensor:
-    """Return [T] fp32: ``loss_mask`` without the tokens that have a non-finite log-prob, which leave every denominator.
+    """Remove tokens with a non-finite log-prob from ``loss_mask`` and thus from denominators: [T] fp32.
 
-    Set to 0 instead, such a token would count as one the policy was certain of.
+    Setting their log-prob to 0 instead would mean that the policy was certain of them.
     """
     trusted = loss_mask > 0
     for values in logprobs:

@@ -1,8 +1,7 @@
-"""Which tokens of a packed batch a rank runs through the model, and how results come back to all of them.
+"""The share of a packed batch that a rank runs through the model, and how results return to all tokens.
 
-Over context-parallel ranks every sequence is cut into 2 C chunks for C ranks. Rank r has the chunks r and 2 C - 1 - r:
-early tokens see few keys and late ones many, so each rank has its share of the work of every sequence. On one rank,
-sequences may share the tokens that they begin with.
+For C context-parallel ranks every sequence is cut into 2 C chunks; rank r has the chunks r and 2 C - 1 - r. Early
+tokens see few keys and late ones many, so all ranks have equal work. On a single rank, sequences may share prefixes.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, kw_only=True)
 class Share(ABC):
-    """W of the T tokens of a packed batch; numbers of a token that runs through the model sit in its *cell*."""
+    """W of the T tokens of a packed batch; the value of a computed token is stored in its *cell*."""
 
     rank: int = 0
     local: Tensor
-    """[W] int64: the tokens of this rank."""
+    """[W] int64: this rank's tokens."""
     query_lengths: tuple[int, ...]
     """Tokens of each span, in the order of ``local``."""
     key_lengths: tuple[int, ...]
-    """What a span sees: its sequence up to the span's last token."""
+    """Keys of each span: its sequence up to the span's last token."""
     query_borders: Tensor
     """[spans + 1] int32."""
     key_borders: Tensor
     """[spans + 1] int32."""
     keys: Tensor
-    """[sum of ``key_lengths``] int64: where the keys of each span lie in the cells of all ranks."""
+    """[sum of ``key_lengths``] int64: cells (over all ranks) of the keys of each span."""
 
     @abstractmethod
     def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Give the numbers [W] of this rank's cells to the tokens [T]; ``group`` is context-parallel."""
+        """Map the values [W] of this rank's cells to all tokens [T]; ``group`` is context-parallel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +55,14 @@ class ContextShare(Share):
     """
 
     restore: Tensor
-    """[T] int64: where each token lies in the cells of all ranks, end to end."""
+    """[T] int64: index of each token in the concatenated cells of all ranks."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], rank: int, size: int, device: torch.device | str = "cpu") -> ContextShare:
-        """Share sequences of ``lengths`` tokens among ``size`` ranks; ``ValueError`` if it does not divide their sum.
+        """Divide sequences of ``lengths`` tokens among ``size`` ranks; ``ValueError`` if it does not divide their sum.
 
-        Tokens that the chunks of a sequence do not share evenly go to the ranks in turn, on from where the sequence
-        before stopped: then all ranks have equally many of the batch.
+        The remainders of uneven chunks go to the ranks in turn, continued from sequence to sequence, so that all ranks
+        have the same number of tokens.
         """
         total = sum(lengths)
         if total % size:
@@ -91,27 +90,27 @@ class ContextShare(Share):
         )
 
     def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Gather this rank's numbers [W] to those of all tokens [T]; collective over the context-parallel ``group``.
+        """Gather this rank's values [W] to all tokens [T]; collective over the context-parallel ``group``.
 
-        Every rank computes the same loss of them, so each takes the gradient of its own back.
+        Every rank computes the same loss from them, so each takes only its own gradient.
         """
         return _GatheredTokens.apply(own, group).index_select(0, self.restore)
 
 
 @dataclass(frozen=True)
 class SharedPrompts(Share):
-    """The tokens of a packed batch without those that begin an earlier sequence, too, and are computed there.
+    """The tokens of a packed batch without prefixes that were computed for an earlier sequence.
 
     Three sequences, ``A B C D``, ``A B C E F`` and ``G H``, tokens numbered through the batch::
 
-        skipped    0, 2 and 0         D and E are both predicted from a C: each sequence has its own
+        skipped    0, 2 and 0         D and E are predicted from C: each sequence has its own
         local      0 1 2 3   6 7 8   9 10
-        keys       0 1 2 3   0 1 4 5 6   7 8      cells of the tokens 0 to 10, which is also what the spans see
+        keys       0 1 2 3   0 1 4 5 6   7 8      cells of the tokens 0 to 10, which are also the spans' keys
     """
 
     @classmethod
     def of(cls, lengths: Sequence[int], skipped: Sequence[int], device: torch.device | str = "cpu") -> SharedPrompts:
-        """Leave the first ``skipped`` tokens of each sequence to the one before it, which begins with them."""
+        """Reuse the first ``skipped`` tokens of each sequence from the previous one, which starts with them."""
         sizes, beginnings = torch.tensor(lengths), torch.tensor(skipped)
         borders, own = _borders(sizes), sizes - beginnings
         local = _ranges(borders[:-1] + beginnings, own)
@@ -130,17 +129,17 @@ class SharedPrompts(Share):
         )
 
     def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Give the numbers of a cell to all tokens that are computed in it; gradients of a cell add up."""
+        """Give a cell's value to all its tokens; their gradients are summed."""
         return repeated(own, self.keys)
 
 
 def repeated(cells: Tensor, index: Tensor) -> Tensor:
-    """Return ``cells[index]``, whose gradient is added up in fp32 and in one order, on a GPU too."""
+    """Return ``cells[index]``; gradients are summed in fp32 in a fixed order, also on a GPU."""
     return _Repeated.apply(cells, index)
 
 
 def _chunks(lengths: Tensor, size: int) -> Tensor:
-    """[S] -> [S, 2 ``size``]: tokens of each chunk of each sequence."""
+    """Return the tokens of each chunk of each sequence: [S] -> [S, 2 ``size``]."""
     even, rest = lengths // (2 * size), lengths % (2 * size)
     turn = (torch.arange(size) - (rest.cumsum(0) - rest)[:, None]) % size  # of each rank, [S, size]
     first, second = (even[:, None] + (turn + before < rest[:, None]) for before in (0, size))
@@ -152,13 +151,13 @@ def _borders(lengths: Tensor) -> Tensor:
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """``starts[0], starts[0] + 1, ...``, ``lengths[0]`` of them, and so on."""
+    """Concatenate the ranges ``starts[i] .. starts[i] + lengths[i] - 1``."""
     borders = _borders(lengths)
     return (starts - borders[:-1]).repeat_interleave(lengths) + torch.arange(int(borders[-1]))
 
 
 class _GatheredTokens(torch.autograd.Function):
-    """[W, ...] -> [C W, ...] in the order of the ranks; the gradient of a rank is that of its own part."""
+    """[W, ...] -> [C W, ...] in rank order; backward returns the gradient of this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:

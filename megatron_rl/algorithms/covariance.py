@@ -1,9 +1,8 @@
-"""Tokens selected by the covariance of log-prob and advantage, for Clip-Cov and KL-Cov (arXiv 2505.22617).
+"""Token selection by the covariance of log-prob and advantage, for Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-The covariance is of the whole update, and a loss sees one micro-batch. So tokens are selected before the first one,
-from what is known by then: the advantages, and the log-probs of the engine that drew the tokens. The authors' code
-takes a micro-batch at a time and the log-probs of the model being trained; then the result depends on the packing and
-on the number of ranks. Until the first update of a rollout both log-probs are those of one policy.
+The covariance is over the whole update, but a loss sees one micro-batch. So tokens are selected before the first one,
+from the advantages and the rollout's log-probs. The authors' code uses single micro-batches and current log-probs, so
+its result depends on packing and ranks. Before a rollout's first update both log-probs are of one policy.
 """
 
 from __future__ import annotations
@@ -22,23 +21,21 @@ from megatron_rl.config.flags import flag as option
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSelection(Extension):
-    """A loss that treats a few tokens of an update, ``batch.picked``, otherwise than the rest."""
+    """A loss that treats some tokens of an update, ``batch.selected``, differently."""
 
     share: float = option(2e-4, gt=0, le=1)
-    """Of the update's loss tokens, how many are selected; at least one, unless none may be."""
+    """Share of the update's loss tokens to select; at least one token, if any is eligible."""
 
     def priority(self, batch: TokenBatch, covariance: Tensor) -> Tensor:
-        """Compute which tokens come first: [T] fp64, -inf where a token may not be selected.
-
-        ``covariance`` [T] fp64: see `covariance`; -inf at masked positions.
+        """Return each token's priority, [T] fp64, -inf if ineligible, from `covariance` [T] fp64 (-inf where masked).
         """
         raise NotImplementedError
 
     def select_tokens(self, part: Sequence[TokenBatch], of_all_ranks: Callable[[Tensor], Tensor]) -> list[TokenBatch]:
-        """Yield the micro-batches of an update, scored and with advantages, with `TokenBatch.picked`; collective.
+        """Return an update's micro-batches, scored and with advantages, with `TokenBatch.selected` set; collective.
 
-        The same tokens in every layout and packing: two micro-batches equal one. ``of_all_ranks`` gathers a vector of
-        each rank: three sums, then those of its tokens that can be among the first.
+        The selection does not depend on layout and packing. ``of_all_ranks`` concatenates a vector over ranks: first
+        three sums, then this rank's candidates.
         """
         own = sum((moments(batch).cpu() for batch in part), torch.zeros(3, dtype=torch.float64))
         sums = of_all_ranks(own).view(-1, 3).sum(0)
@@ -53,22 +50,21 @@ class TokenSelection(Extension):
         values, where = of_all_ranks(values[mine]), of_all_ranks(where[mine])
         chosen = where[first(values, where, count)]
         return [
-            replace(batch, picked=torch.isin(number, chosen.to(number.device)) & batch.in_loss)
+            replace(batch, selected=torch.isin(number, chosen.to(number.device)) & batch.in_loss)
             for batch, number in zip(part, numbers, strict=True)
         ]
 
 
 def moments(batch: TokenBatch) -> Tensor:
-    """Return sums over the tokens that count: of ones, of advantages and of log-probs, [3] fp64."""
+    """Return sums over eligible tokens: count, advantages and log-probs, [3] fp64."""
     counts = _counts(batch)
     values = torch.stack((torch.ones_like(batch.loss_mask), batch.advantages, batch.inference_logprobs)).double()
     return torch.where(counts, values, 0.0).sum(1)
 
 
 def covariance(batch: TokenBatch, sums: Tensor) -> Tensor:
-    """Return ``(advantage - mean) (log-prob - mean)`` of each token, [T] fp64; -inf at positions that do not count.
-
-    ``sums`` [3]: `moments` of the whole update, added up.
+    """Return ``(advantage - mean) (log-prob - mean)``, [T] fp64, -inf if ineligible; ``sums`` [3]: the update's
+    `moments`.
     """
     counts, means = _counts(batch), sums[1:] / sums[0].clamp_min(1)
     product = (batch.advantages.double() - means[0]) * (batch.inference_logprobs.double() - means[1])
@@ -76,7 +72,7 @@ def covariance(batch: TokenBatch, sums: Tensor) -> Tensor:
 
 
 def places(batch: TokenBatch) -> Tensor:
-    """Return a number for each token that no other token of the step has, the same in every layout: [T] int64."""
+    """Return a unique number for each token of the step, independent of the layout: [T] int64."""
     count = batch.step.rewards.numel()
     samples = batch.of_samples(torch.arange(count, dtype=torch.float64)).long()
     sequences = samples + count * batch.samples.sequence[batch.sequence_index]
@@ -84,7 +80,7 @@ def places(batch: TokenBatch) -> Tensor:
 
 
 def first(priorities: Tensor, places: Tensor, count: int) -> Tensor:
-    """Select the first ``count``, by place where priorities are equal: indices [at most count]."""
+    """Select the ``count`` highest priorities, ties by place: indices [at most count]."""
     by_place = places.argsort()
     order = by_place[priorities[by_place].argsort(descending=True, stable=True)][:count]
     return order[priorities[order] > -math.inf]

@@ -1,6 +1,6 @@
-"""Losses, corrections, advantages and filters: what one looks like, and how flags choose them and set their options.
+"""Interfaces of losses, corrections, advantages and filters; how flags choose them and set their options.
 
-``Loss`` in ``losses/clip.py`` is ``--rl-policy-loss clip``; a class of any other file is named by its path, as in
+``Loss`` in ``losses/clip.py`` is ``--rl-policy-loss clip``; a class in another file is named by its path, as in
 ``--rl-policy-loss mine.py:MyLoss``. Its fields are its options: ``--rl-policy-loss-args clamp_eps_lower=0.1``.
 """
 
@@ -21,12 +21,13 @@ from megatron_rl.errors import ConfigError, Problem, collecting, shorten
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
 Baseline = Literal["group", "batch", "critic", "teacher"]
-"""What an advantage compares a reward with: the group, all samples of the step, or the values of a critic. With a
-teacher samples have an advantage whatever their rewards are."""
+"""What rewards are compared with: the group, all samples of the step, or a critic's values. With a teacher all samples
+have an advantage.
+"""
 Function = Callable[[TokenBatch], Terms]
 
 CLIPPED = "rollout_corr/rollout_is_clipped"
-"""The sum that says which tokens, [T] bool, a correction has capped or rejected."""
+"""Name of the sum over tokens, [T] bool, that a correction capped or rejected."""
 
 FLAGS_OF_OPTIONS: dict[str, dict[str, str]] = {
     "rl_advantage": {"gamma": "rl_gamma", "gae_lambda": "rl_gae_lambda"},
@@ -40,18 +41,18 @@ FLAGS_OF_OPTIONS: dict[str, dict[str, str]] = {
     },
     "rl_group_filter": {},
 }  # fmt: skip
-"""Options that have a flag of their own. A flag that is given is refused where no chosen extension has the option."""
+"""Options with their own flag. A given flag is refused if no chosen extension has the option."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The fields of a subclass are its options. Raises ``ConfigError`` with every value out of bounds."""
+    """A subclass's fields are its options. Raises ``ConfigError`` for values out of bounds."""
 
     def __post_init__(self) -> None:
         problems = []
         for flag in flags_of(type(self)):
             value = getattr(self, flag.name)
-            # A NaN passes every bound, because each comparison with it is false.
+            # NaN passes every bound, because comparisons with it are false.
             refusal = "is not a number" if value != value else None if value is None else flag.refusal(value)
             problems += [] if refusal is None else [f"{flag.name} {refusal}"]
         if problems:
@@ -63,53 +64,53 @@ class Extension(Options):
     """Base of losses, corrections and advantages."""
 
     AGGREGATION: ClassVar[Aggregation] = "token-mean"
-    """Of a loss: its denominator where no flag was given. A literal, like the other two: the file is not imported."""
+    """For losses: the default denominator. Must be a literal, like the other two: the file is not imported."""
     LEVEL: ClassVar[Literal["token", "sequence"]] = "token"
-    """Of a correction: whether tokens are weighed one by one or all tokens of a sequence alike."""
+    """For corrections: whether tokens are weighted individually, or all tokens of a sequence alike."""
     BASELINE: ClassVar[Baseline] = "group"
-    """Of an advantage: decides which groups are dropped as uninformative, and whether a group may be of one sample."""
+    """For advantages: decides which groups are dropped as uninformative, and whether groups may have one sample."""
     BY_TURN: ClassVar[bool] = True
-    """Of an advantage: whether it may be of turns, with returns in place of rewards (--rl-turn-discount)."""
+    """For advantages: whether they can use returns of turns instead of rewards (--rl-turn-discount)."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
         """Compute the terms without waiting for the device.
 
-        Of a loss what is minimised at each token, 0 where masked, with the gradient of ``batch.current_logprobs``; of a
-        correction the weight of each token, 0 where masked or rejected; of an advantage that of each token.
+        Loss: the minimised value at each token, 0 where masked, with the gradient of ``batch.current_logprobs``.
+        Correction: the weight of each token, 0 where masked or rejected. Advantage: that of each token.
         """
         raise NotImplementedError
 
     @property
     def whitening_epsilon(self) -> float | None:
-        """Return the epsilon that is added to the std when the trainer whitens this advantage."""
+        """Epsilon added to the std if the trainer whitens this advantage."""
         return None
 
     def returns(self, batch: TokenBatch, advantages: Tensor) -> Tensor:
-        """Return the critic's targets, [T], for an advantage against a critic; ``advantages`` are its own."""
+        """Return the critic's targets, [T], for an advantage with a critic."""
         return batch.values + advantages
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter(Options):
-    """Base of the filters of dynamic sampling: whether a group counts."""
+    """Base of the filters of dynamic sampling."""
 
     OF: ClassVar[str] = "rewards"
-    """Or ``verdicts``: it is then called with 1 for each right answer and 0 for each other one, whatever the reward."""
+    """Input: ``rewards``, or ``verdicts``, 1 for each right answer and 0 for others."""
 
     def __call__(self, rewards: Tensor) -> bool:
-        """Decide by ``rewards``, fp32 on the CPU, of the group's graded samples; there may be none."""
+        """Return whether a group counts; ``rewards``: fp32 on the CPU, of its graded samples, possibly empty."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Composed:
-    """Several corrections as one, ``token_tis+veto``: weights multiply, and clipped is what any part clipped."""
+    """Several corrections as one, ``token_tis+veto``: weights multiply; clipped tokens are the union."""
 
     parts: tuple[Function, ...]
 
     @property
     def LEVEL(self) -> str:
-        """``sequence`` if one part is of sequences."""
+        """``sequence`` if any part is per sequence."""
         return "sequence" if any(level_of(part) == "sequence" for part in self.parts) else "token"
 
     def __call__(self, batch: TokenBatch) -> Terms:
@@ -126,22 +127,22 @@ def level_of(correction: Function) -> str:
 
 
 def measure_of(counts: Callable[[Tensor], bool]) -> str:
-    """Return whether a filter wants ``rewards`` or ``verdicts``."""
+    """Return whether a filter takes ``rewards`` or ``verdicts``."""
     return getattr(counts, "OF", GroupFilter.OF)
 
 
 def advantage_of(config: RLConfig) -> Function:
-    """Make the advantage of `--rl-advantage`; ``ConfigError`` with every problem of its name and options."""
+    """Make the advantage of `--rl-advantage`; ``ConfigError`` lists all problems of its name and options."""
     return _chosen(config, "rl_advantage", ADVANTAGES, [config.algorithm.rl_advantage])[0]
 
 
 def loss_of(config: RLConfig) -> Function:
-    """Make the loss of `--rl-policy-loss`; raises as `advantage_of`."""
+    """Make the loss of `--rl-policy-loss`; raises like `advantage_of`."""
     return _chosen(config, "rl_policy_loss", LOSSES, [config.algorithm.rl_policy_loss])[0]
 
 
 def correction_of(config: RLConfig) -> Function:
-    """Make the correction of `--rl-correction`, composed where names are joined by +; raises as `advantage_of`."""
+    """Make the correction of `--rl-correction`, composed if names are joined by +; raises like `advantage_of`."""
     parts = [part.strip() for part in config.algorithm.rl_correction.split("+")]
     if len({part.replace("-", "_") for part in parts}) < len(parts):
         text = "has a correction twice, which would square its weights; name each once"
@@ -151,15 +152,15 @@ def correction_of(config: RLConfig) -> Function:
 
 
 def filter_of(config: RLConfig) -> Callable[[Tensor], bool]:
-    """Make the filter of `--rl-group-filter`; raises as `advantage_of`."""
+    """Make the filter of `--rl-group-filter`; raises like `advantage_of`."""
     return _chosen(config, "rl_group_filter", FILTERS, [config.algorithm.rl_group_filter])[0]
 
 
 def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequence[str]) -> list[Any]:
-    """Make the extensions of these names with options from flags of their own, then from ``--...-args``."""
+    """Make the named extensions, with options from their own flags, then from ``--...-args``."""
     spelling, joined = f"--{field.replace('_', '-')}", "+".join(names)
     named = FLAGS_OF_OPTIONS[field].items()
-    given = {option: config.value(name) for option, name in named if config.value(name) is not None}
+    flags_given = {option: config.value(name) for option, name in named if config.value(name) is not None}
     texts = dict(text.partition("=")[::2] for text in getattr(config.algorithm, f"{field}_args"))
     problems: list[Problem] = []
     found = []
@@ -174,7 +175,7 @@ def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequen
     if problems:
         raise ConfigError(problems)
     known = {option for _, options in found for option in options}
-    for option in (option for option in given if option not in known):
+    for option in (option for option in flags_given if option not in known):
         having = [name for name in registry.names() if option in _options(registry.get(name))]
         ignored = f"--{FLAGS_OF_OPTIONS[field][option].replace('_', '-')}"
         text = f"has no option '{option}' and would ignore {ignored}; use {' or '.join(having)}, or leave it out"
@@ -186,11 +187,11 @@ def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequen
         problems.append(Problem(f"{spelling}-args", text))
     if problems:
         raise ConfigError(problems)
-    return [_built(spelling, extension, options, given, texts) for extension, options in found]
+    return [_built(spelling, extension, options, flags_given, texts) for extension, options in found]
 
 
 def _built(
-    spelling: str, extension: Any, options: Mapping[str, Flag], given: Mapping[str, Any], texts: Mapping[str, str]
+    spelling: str, extension: Any, options: Mapping[str, Flag], flags_given: Mapping[str, Any], texts: Mapping[str, str]
 ) -> Any:
     if not isinstance(extension, type):
         return extension
@@ -201,7 +202,7 @@ def _built(
         except ValueError as error:
             raise ConfigError([Problem(f"{spelling}-args", f"{spelling}-args: {name} {error}")]) from error
     try:
-        return extension(**{name: value for name, value in given.items() if name in options} | typed)
+        return extension(**{name: value for name, value in flags_given.items() if name in options} | typed)
     except ConfigError as error:
         raise ConfigError([problem.under(spelling) for problem in error.problems]) from error
 

@@ -1,4 +1,4 @@
-"""Statistics of the samples of a task's group, as advantages need them; no loop over samples."""
+"""Group statistics for advantages, vectorised over samples."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron_rl.algorithms.extension import Baseline
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of each sample's group: ``[N]`` fp64. Masked samples count nowhere."""
+    """Statistics of each sample's group: ``[N]`` fp64. Masked samples are excluded."""
 
     count: Tensor
     """Valid samples in the group."""
     mean: Tensor
     """Mean reward of the valid samples; 0 without any."""
     centred: Tensor
-    """Reward minus the group's mean; 0 where masked, and where no other sample of the group is valid."""
+    """Reward minus the group's mean; 0 if masked, or alone among valid samples."""
     std: Tensor
-    """Standard deviation over the group with ddof 1; 0 for fewer than two valid samples."""
+    """Standard deviation in the group with ddof 1; 0 for fewer than two valid samples."""
 
 
 def group_statistics(step: StepRewards) -> GroupStatistics:
-    """Count, centred reward and standard deviation of each sample's group."""
-    # fp64: in fp32 the mean of eight rewards of 0.1 is off by 7e-9, which an epsilon of 1e-6 would turn into
-    # advantages of 0.007 for a group of equal rewards.
+    """Compute the statistics of each sample's group."""
+    # fp64: the fp32 mean of eight rewards of 0.1 is off by 7e-9, and an epsilon of 1e-6 would make advantages of 0.007
+    # from equal rewards.
     known = torch.where(step.valid, step.rewards, 0.0).double()
     count = _group_sum(step.valid.double(), step.group_index)
     mean = _group_sum(known, step.group_index) / count.clamp_min(1)
@@ -40,7 +40,7 @@ def group_statistics(step: StepRewards) -> GroupStatistics:
 def normalised(values: Tensor, times: Tensor, epsilon: float) -> Tensor:
     """Return ``(value - mean) / (std + epsilon)`` of ``values`` [N], [N] fp64; std with ddof 1.
 
-    Sample n counts ``times[n]`` times in mean and std; where that is 0 so is the result, whatever the value.
+    Sample n counts ``times[n]`` times in mean and std; if 0, its result is 0.
     """
     counts, times = times > 0, times.double()
     known, count = torch.where(counts, values, 0.0).double(), times.sum()
@@ -50,16 +50,16 @@ def normalised(values: Tensor, times: Tensor, epsilon: float) -> Tensor:
 
 
 def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
-    """Of each sample the sum over its group, [N]; there are no more groups than samples."""
+    """Sum over each sample's group, [N]."""
     return torch.zeros_like(values).index_add_(0, group_index, values)[group_index]
 
 
 def informative_groups(baseline: Baseline, rewards: Tensor, valid: Tensor, group_index: Tensor) -> Tensor:
-    """Return which groups have an advantage that can differ from 0: [number of groups] bool.
+    """Return which groups can have a nonzero advantage: [number of groups] bool.
 
-    Against a baseline of the group, those with valid rewards that are not all equal. Against one of the batch, all
-    with a valid reward, unless the whole batch's are equal: without the groups that were always solved the advantages
-    would not add up to 0. With a critic or a teacher, all with a valid reward. The tensors are as in `StepRewards`.
+    Baseline "group": groups whose valid rewards differ. "batch": all groups with a valid reward, unless all rewards of
+    the batch are equal (without always-solved groups advantages would not sum to 0). Critic or teacher: all groups with
+    a valid reward. Tensors as in `StepRewards`.
     """
     num_groups = int(group_index.max()) + 1 if group_index.numel() else 0
     if baseline != "group":

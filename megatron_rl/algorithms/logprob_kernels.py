@@ -1,13 +1,13 @@
-"""Triton kernels of the log-prob pass: each reads the logits once, with every number between in registers.
+"""Triton kernels of the log-prob pass: each reads the logits once and keeps intermediate values in registers.
 
-    statistics   target's logit; of each chunk largest logit, sum of exp, and for the entropy   [.., T], a program a row
-    finish       log-probs and entropies of the chunks of all shards                            [3 or 4, T]
-    gradient     of the logits, in their dtype, over them if allowed        [T, V / tp], a program a stretch of a row
+    statistics   target's logit; per chunk: largest logit, sum of exp, and for the entropy   [.., T], a program per row
+    finish       log-probs and entropies from the chunks of all shards                       [3 or 4, T]
+    gradient     of the logits, in their dtype, in place if allowed         [T, V / tp], a program per piece of a row
 
-Of a bf16 logit that is 2 bytes in the forward pass, and 2 read and 2 written in the backward pass. The twins in plain
-torch are in `logprobs`: log-probs, entropies and gradients differ by 1e-5, before gradients are rounded to the dtype.
-The draw of rollouts (`inference/sampling_kernel.py`) adds up the same chunks with the same functions, so a token has
-the same log-prob there and here, to the bit. Importing this module imports Triton.
+For bf16 logits that is 2 bytes read in the forward pass, and 2 read and 2 written in the backward pass. The twins in
+plain torch are in `logprobs`: log-probs, entropies and gradients (before rounding) differ by 1e-5. The rollout's draw
+(`inference/sampling_kernel.py`) sums the same chunks with the same functions, so log-probs are bit-identical. Importing
+this module imports Triton.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import triton.language as tl
 
 CHUNK = 4096
 _LEAST = tl.constexpr(-1e38)
-"""In the place of -inf where it meets a probability of 0, for their product would be NaN."""
+"""Replaces -inf where the probability is 0, because their product would be NaN."""
 
 
 def local_statistics(
     logits: torch.Tensor, targets: torch.Tensor, owned: torch.Tensor, columns: int, temperature: float,
     want_entropy: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute what this rank's ``logits`` contribute to each row: [1 + 2 chunks, T] fp32, for the entropy 1 + 3 chunks.
+    """Compute this rank's contribution to each row: [1 + 2 chunks, T] fp32, with entropy [1 + 3 chunks, T].
 
-    Of ``logits`` [T, held] the first ``columns`` are real, perhaps none. ``targets`` [T] int64 are columns, read where
-    ``owned`` [T] bool says that they are here. The result is the target's logit, and of each chunk the largest logit m,
-    the sum of ``exp((x - m) / temperature)``, and the sum of these terms times their exponents.
+    The first ``columns`` of ``logits`` [T, held] are real, possibly none. ``targets`` [T] int64 are columns, valid
+    where ``owned`` [T] bool. Result: the target's logit; per chunk the largest logit m, the sum of ``exp((x - m) /
+    temperature)``, and the sum of these terms times their exponents.
     """
     rows, held = logits.shape
     chunks = triton.cdiv(held, CHUNK)
@@ -43,9 +43,9 @@ def local_statistics(
 
 
 def finished(statistics: torch.Tensor, temperature: float, has_entropy: bool) -> list[torch.Tensor]:
-    """Return log-probs, largest logits, logs of the sums and, if asked for, entropies: [T] each.
+    """Return log-probs, largest logits, logs of the sums and optionally entropies: [T] each.
 
-    ``statistics`` [shards, .., T] as of `local_statistics`, in the order of the ranks.
+    ``statistics`` [shards, .., T] from `local_statistics`, in rank order.
     """
     shards, numbers, rows = statistics.shape
     each = (numbers - 1) // (3 if has_entropy else 2)
@@ -62,10 +62,10 @@ def logits_gradient(
     logits: torch.Tensor, known: tuple[torch.Tensor | None, ...], grads: tuple[torch.Tensor, torch.Tensor | None],
     columns: int, temperature: float, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Write the gradient of ``logits`` [T, held] into ``out``, which may be ``logits`` itself; 0 from ``columns`` on.
+    """Write the gradient of ``logits`` [T, held] into ``out`` (may be ``logits``); 0 from ``columns`` on.
 
-    ``known`` [T] each: target's column, whether it is here, largest logit and log sum over all ranks, and the entropy
-    where a gradient flows through it. ``grads``: of log-probs and entropies.
+    ``known`` [T] each: target's column, whether it is owned, largest logit and log sum over all ranks, and the entropy
+    if it has a gradient. ``grads``: of log-probs and entropies.
     """
     rows, held = logits.shape
     known, grads = (tuple(None if x is None else x.contiguous() for x in each) for each in (known, grads))
@@ -84,15 +84,15 @@ def _with_whole_rows(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-# A mask at the last real column would be at any place, and each number loaded alone; at the padded width, a multiple of
-# 16, they come in vectors. Vectors [T] begin anywhere where a batch is worked through in parts.
+# A mask at the last real column could end anywhere, so numbers would be loaded one by one; at the padded width, a
+# multiple of 16, loads are vectorised. Vectors [T] may start at any alignment, for parts of a batch.
 
 
 @triton.jit
 def pairwise_sum(x):
-    """Add up ``x``, a power of two of numbers, two by two: an order that is the same in every layout over threads.
+    """Sum ``x``, a power of two of numbers, pairwise: an order independent of the thread layout.
 
-    The order of ``tl.sum`` over more than two numbers is the compiler's, which chooses by dtype, alignment and warps.
+    The compiler chooses the order of ``tl.sum`` by dtype, alignment and warps.
     """
     if x.shape[0] >= 1024:  # first what one thread has, or else each of its numbers would be exchanged
         x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
@@ -105,13 +105,13 @@ def pairwise_sum(x):
 
 @triton.jit
 def shifted(x, largest, scale):
-    """``(x - largest) * scale``; the difference comes first: it is exact or nearly, and small where it matters."""
+    """Return ``(x - largest) * scale``; the difference first, because it is (nearly) exact and small."""
     return (x - tl.where(largest == float("-inf"), 0.0, largest)) * scale  # -inf - -inf would be NaN
 
 
 @triton.jit
 def fold(largest, sums, scale):
-    """Return the largest logit and the sum of exponentials of parts that have these; both [parts]."""
+    """Combine parts: return the largest logit and the sum of exponentials; inputs [parts]."""
     overall = tl.max(largest, 0)
     return overall, pairwise_sum(sums * tl.exp(shifted(largest, overall, scale)))
 
@@ -124,7 +124,7 @@ def statistics_kernel(
     logits, targets, owned, statistics, rows, columns, held, stride, chunks, temperature,
     ENTROPY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the target's logit, and sum up the exponentials of each chunk."""
+    """Write the target's logit and the statistics of each chunk."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.div_rn(1.0, temperature)
     for chunk in range(0, chunks):
@@ -152,7 +152,7 @@ def finish_kernel(
     statistics, out, rows, numbers, each, shards, temperature,
     ENTROPY: tl.constexpr, SHARDS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the chunks of a row, in the order of the shards; one program per row."""
+    """Combine the chunks of a row, in the order of the shards; one program per row."""
     row = tl.program_id(0)
     scale = tl.div_rn(1.0, temperature)
     shard, chunk = tl.arange(0, SHARDS), tl.arange(0, CHUNKS)
@@ -181,7 +181,8 @@ def gradient_kernel(
     logits, targets, owned, largest, log_sum, entropies, grad_logprobs, grad_entropies, out,
     columns, held, stride, out_stride, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write, x = logits / temperature: d log p(v) / dx = [v is target] - p, d entropy / dx = -p (log p + entropy)."""
+    """Write, with x = logits / temperature: d log p(v) / dx = [v is target] - p, d entropy / dx = -p (log p + entropy).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + column, mask=column < held, other=0.0).to(tl.float32)

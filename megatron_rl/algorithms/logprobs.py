@@ -1,17 +1,17 @@
 """Log-probs of the tokens of a packed batch; the vocabulary may be split across a tensor-parallel group.
 
-The logits at index t predict token t + 1; everywhere else token t's log-prob sits at index t. The shift
-between the two happens in ``selected_logprobs`` and nowhere else. On ``P0 P1 A0 E``::
+The logits at index t predict token t + 1; everywhere else token t's log-prob is at index t. Only ``selected_logprobs``
+shifts between the two. On ``P0 P1 A0 E``::
 
     logits at                  P0          P1          A0          E
     predict                    P1          A0          E           (nothing)
     result at index            1           2           3
     selected_logprobs      0   log p(P1)   log p(A0)   log p(E)
 
-The backward pass computes the softmax again, so no fp32 copy of the logits ever exists. On CUDA there are two kernels,
-each of which reads the logits once (`logprob_kernels`); their twin in plain torch works through a few rows at a time.
-Fused with the output layer, the logits do not exist either: its product is made a few rows at a time, and again in the
-backward pass. That costs a fourth product for three, and saves the logits, [T, V / tp].
+The backward pass recomputes the softmax, so there is no fp32 copy of the logits. On CUDA two kernels read the logits
+once each (`logprob_kernels`); the twin in plain torch processes a few rows at a time. Fused with the output layer, the
+logits are not stored either: their product is computed for a few rows at a time, and again in the backward pass. That
+costs a fourth product beside three, and saves the logits, [T, V / tp].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rl.algorithms.context import Share
 from megatron_rl.arithmetic import FEWEST_LOGIT_ROWS, PRODUCT_ELEMENTS
 
 CPU_CHUNK_ELEMENTS = 2**20
-"""Logits worked on at a time in plain torch: temporaries that left a CPU's cache made the pass twice as slow."""
+"""Logits per step in plain torch: temporaries larger than a CPU's cache made the pass twice as slow."""
 
 CPU_PRODUCT_ELEMENTS = 2**24
 """`PRODUCT_ELEMENTS` on a CPU: 64 MiB in fp32. Not tuned."""
@@ -45,32 +45,32 @@ def selected_logprobs(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the log-prob of each token of a packed batch under ``softmax(logits / temperature)``.
 
-    All ranks of the tensor group call this with the same tokens and get the same result; the gradient of a rank is that
-    of its shard, for a loss that every rank computes alike.
+    All ranks of the tensor group call this with the same tokens and get the same result; a rank's gradient is that of
+    its shard, assuming that every rank computes the same loss.
 
     Args:
-        output: logits [T, V / tp], any float type; this rank's columns, real ones followed by padding. With ``weight``
-            the hidden states [T, H], whose gradient is to be added up over the tensor group.
+        output: logits [T, V / tp], any float type: this rank's columns, real ones followed by padding. With ``weight``
+            the hidden states [T, H], whose gradient must be summed over the tensor group.
         token_ids: [T] int64.
-        position_ids: [T] int64, 0 at the first token of every sequence (index 0 is one).
-        vocab_size: the tokenizer's; columns beyond it are padding and have probability 0.
-        weight: [V / tp, H] of the output layer, this rank's rows, where the logits are to be made here.
-        temperature: of the distribution the tokens were sampled from; above 0.
+        position_ids: [T] int64, 0 at the first token of every sequence (and at index 0).
+        vocab_size: the tokenizer's; further columns are padding with probability 0.
+        weight: [V / tp, H] of the output layer, this rank's rows, to compute the logits here.
+        temperature: of the sampled distribution; above 0.
         vocab_start: the id of this rank's first column.
-        tensor_group: the ranks that hold the other columns; None when this rank holds all.
-        entropy: whether to return it, and whether a gradient flows through it.
-        share: the W of T tokens that ``output`` is of; None where it is of all.
-        context_group: with ``share`` the context-parallel ranks.
-        overwrite: the backward pass may write the logits' gradient over the logits. What of autograd reads them after
-            that, a second backward pass for one, raises a ``RuntimeError``.
+        tensor_group: the ranks that hold the other columns; None if this rank holds all.
+        entropy: whether to return it, and whether it has a gradient.
+        share: the W of T tokens in ``output``; None: all.
+        context_group: the context-parallel ranks of ``share``.
+        overwrite: the backward pass may write the gradient over the logits. If autograd reads them later, for
+            example in a second backward pass, it raises a ``RuntimeError``.
 
     Returns:
         Log-probs, and the entropy in nats of the distribution that token t was drawn from, or None. Both [T] fp32 (fp64
         for fp64 logits), 0 at the first token of every sequence; an id outside ``[0, vocab_size)`` has log-prob -inf.
     """
     shard = Shard(vocab_start, vocab_size, temperature, tensor_group)
-    # logits[:-1] would cost a full-size copy in the backward pass. The one wrong pair, the last logits with the first
-    # token, lands on index 0, which is set to 0 below.
+    # logits[:-1] would cost a full copy in the backward pass. The one wrong pair, the last logits with the first token,
+    # is at index 0, which is set to 0 below.
     targets = token_ids.roll(-1)
     if share is not None:
         targets = targets[share.local]
@@ -85,7 +85,7 @@ def selected_logprobs(
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of the vocabulary and the distribution over the whole of it."""
+    """This rank's part of the vocabulary, and the temperature."""
 
     vocab_start: int
     vocab_size: int
@@ -93,11 +93,11 @@ class Shard:
     tensor_group: dist.ProcessGroup | None
 
     def columns(self, held: int) -> int:
-        """Return how many of the ``held`` columns of this rank are real tokens; the rest is padding."""
+        """Return how many of this rank's ``held`` columns are real tokens; the others are padding."""
         return max(0, min(self.vocab_size - self.vocab_start, held))
 
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield row ranges and their logits over the temperature: a fresh copy [rows, columns] in fp32 or better."""
+        """Yield row ranges and their scaled logits: a new tensor [rows, columns] in fp32 or better."""
         columns = self.columns(logits.shape[1])
         rows = max(1, CPU_CHUNK_ELEMENTS // max(columns, 1))
         for start in range(0, logits.shape[0] if columns else 0, rows):
@@ -140,7 +140,7 @@ class _TargetLogprobs(torch.autograd.Function):
             _logits_gradient(output, known, grad_logprobs, grad_entropies, ctx.shard, out)
             return out, None, None, None, None, None
         grad_output = torch.empty_like(output)
-        # fp32: a sum of many products rounded to bf16 each time drifts. A frozen weight has none.
+        # fp32: a bf16 sum of many products drifts. Frozen weights need none.
         exact, grad_weight = torch.promote_types(weight.dtype, torch.float32), None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=exact)
@@ -158,12 +158,12 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def runs_kernels(logits: Tensor) -> bool:
-    """Return whether logits of this kind go through the kernels, which compute in fp32."""
+    """Return whether these logits use the kernels, which compute in fp32."""
     return logits.is_cuda and logits.dtype != torch.float64
 
 
 def _products(output: Tensor, weight: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Row ranges and their logits [rows, V / tp], in the dtype of the model; fused, all in one memory, never two."""
+    """Yield row ranges and their logits [rows, V / tp], in the model's dtype; fused, all in the same buffer."""
     if weight is None:
         yield slice(None), output
         return
@@ -180,10 +180,9 @@ def _logits_gradient(
     logits: Tensor, known: tuple[Tensor | None, ...], grad_logprobs: Tensor, grad_entropies: Tensor | None,
     shard: Shard, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Gradient of ``logits`` [rows, V / tp], written into ``out``, which may be ``logits`` itself.
+    """Write the gradient of ``logits`` [rows, V / tp] into ``out``, which may be ``logits``.
 
-    ``known`` of each row: column and ownership of the target, largest logit, log sum, and the entropy where a gradient
-    flows through it.
+    ``known`` per row: column and ownership of the target, largest logit, log sum, and the entropy if it has a gradient.
     """
     if runs_kernels(logits):
         from megatron_rl.algorithms.logprob_kernels import logits_gradient
@@ -210,11 +209,11 @@ def _logits_gradient(
 
 
 def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Shard, want_entropy: bool) -> Tensor:
-    """What this rank's columns contribute to each row: [3, rows] fp32, for the entropy [4, rows].
+    """Compute this rank's contribution to each row: [3, rows] fp32, with entropy [4, rows].
 
-    The largest logit and the log of the sum of ``exp(logit - largest)``, both -inf when there are no columns; the
-    target's logit, 0 where another rank holds it; the mean of ``logit - largest`` under the softmax over the columns.
-    On CUDA `logprob_kernels.local_statistics`, of chunks of the columns, for `finished` to add up.
+    Rows: the largest logit and the log of the sum of ``exp(logit - largest)``, both -inf without columns; the target's
+    logit, 0 if another rank holds it; the mean of ``logit - largest`` under the softmax over the columns. On CUDA
+    `logprob_kernels.local_statistics` per chunk of columns, combined by `finished`.
     """
     if runs_kernels(logits):
         from megatron_rl.algorithms.logprob_kernels import local_statistics
@@ -239,7 +238,7 @@ def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Sha
 
 
 def _combine(local: Tensor, shard: Shard, want_entropy: bool) -> list[Tensor]:
-    """Return log-probs, largest logits, log sums and, if wanted, entropies over the whole vocabulary: [T] each."""
+    """Return log-probs, largest logits, log sums and optionally entropies over the whole vocabulary: [T] each."""
     if runs_kernels(local):
         from megatron_rl.algorithms.logprob_kernels import finished
 
@@ -251,7 +250,7 @@ def _combine(local: Tensor, shard: Shard, want_entropy: bool) -> list[Tensor]:
     largest, log_sum, target_logits, *means = local.unbind()
     if shard.tensor_group is not None:  # two all-reduces of a few [T]
         own_largest, own_log_sum = largest, log_sum
-        # The largest logit of all ranks is what is subtracted before exp, so that no rank overflows.
+        # Subtract the largest logit of all ranks before exp, so that no rank overflows.
         largest = own_largest.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.tensor_group)
         below = torch.where(own_largest > -torch.inf, own_largest - largest, -torch.inf)
@@ -260,12 +259,11 @@ def _combine(local: Tensor, shard: Shard, want_entropy: bool) -> list[Tensor]:
         dist.all_reduce(totals, group=shard.tensor_group)
         total_share, target_logits, *means = totals.unbind()
         log_sum, means = total_share.log(), [mean / total_share for mean in means]
-    # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
-    # rounded terms would leave that error in every log-prob.
-    # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
+    # (x - max) - log sum exp(x - max), not x - log Z: at logits of 20 one ulp is 2e-6, which would be the error of
+    # every log-prob. Entropy: -sum p log p = log sum - sum p (x - max).
     return [(target_logits - largest) - log_sum, largest, log_sum, *(log_sum - mean for mean in means)]
 
 
 def _finite(values: Tensor) -> Tensor:
-    """``values`` with -inf raised to a finite floor, in place: its probability is 0, but 0 * -inf is NaN."""
+    """Clamp -inf in ``values`` to a finite floor, in place: the probability is 0, and 0 * -inf would be NaN."""
     return values.clamp_min_(torch.finfo(values.dtype).min / 2)

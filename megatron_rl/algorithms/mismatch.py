@@ -1,7 +1,7 @@
-"""How far the engine's policy is from the trainer's, in every step.
+"""Metrics of the mismatch between the policies of rollout engine and trainer, in every step.
 
-Statistics stay on the device as sums and maxima, so that micro-batches and ranks are combined by one SUM and one MAX
-all-reduce, and are read once a step.
+Statistics stay on the device as sums and maxima, combined over micro-batches and ranks by one SUM and one MAX
+all-reduce, and are read once per step.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from megatron_rl.algorithms.extension import CLIPPED, Function, level_of
 from megatron_rl.algorithms.kl import kl_per_token
 
 HISTOGRAM_BINS = 256
-"""Log-spaced, so each is 8.7 % wide: that bounds the error of a percentile."""
+"""Log-spaced, 8.7 % wide each, which bounds the error of a percentile."""
 HISTOGRAM_START = 1e-8
-"""Nats. fp32 log-probs are hardly ever closer without being equal; the last bin ends at ``LOG_RATIO_LIMIT``."""
+"""Nats. Unequal fp32 log-probs are rarely closer; the last bin ends at ``LOG_RATIO_LIMIT``."""
 _LOG_BIN_WIDTH = math.log(LOG_RATIO_LIMIT / HISTOGRAM_START) / HISTOGRAM_BINS
 
 COLLAPSED = 0.5
-"""Of mean weight and effective sample size: below it, most of a rollout's tokens teach nothing."""
+"""Threshold of mean weight and effective sample size: below it, most of a rollout's tokens have no effect."""
 _WORSE, _ROUNDING = 1.25, 1e-5
-"""A correction may leave the gap as it is, and fp32 log-probs are not exact; more is a mistake in its weights."""
+"""Tolerated increase of the gap by a correction: a factor and an fp32 rounding error. More means wrong weights."""
 
 
 @torch.no_grad()
 def mismatch_sums(batch: TokenBatch, weights: Tensor, clipped: Tensor) -> dict[str, Tensor]:
     """Sum the statistics of one micro-batch over its loss tokens, fp64, without waiting for the device.
 
-    ``delta`` is ``log(pi_old / pi_inference)`` in nats, bounded by ``batch.LOG_RATIO_LIMIT``; the k3 estimate is of
-    ``KL(inference || old)``. On ``fresh`` tokens, drawn by the trainer's current weights, the two should agree.
+    ``delta`` is ``log(pi_old / pi_inference)`` in nats, clamped to ``batch.LOG_RATIO_LIMIT``; k3 estimates
+    ``KL(inference || old)``. ``fresh`` tokens were drawn by the trainer's current weights, so both should agree.
 
     Args:
         batch: with old log-probs.
         weights: [T] of the correction, 0 at masked positions.
-        clipped: [T] bool, the loss tokens that it has capped or rejected.
+        clipped: [T] bool, loss tokens that it capped or rejected.
     """
     in_loss = batch.in_loss
     delta = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).double()
@@ -68,18 +68,18 @@ def mismatch_sums(batch: TokenBatch, weights: Tensor, clipped: Tensor) -> dict[s
 
 
 def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Make the metrics, under their logged names, from the sums of ``mismatch_sums`` over a step.
+    """Compute the logged metrics from the sums of ``mismatch_sums`` over a step.
 
-    The effective sample size is Kish's ``(sum w)^2 / sum w^2`` as a fraction of the tokens: 1 when all weights are
-    equal. The residual gap is the mean of ``|log weight - delta|`` over the tokens that were weighed and not clipped: 0
-    for weights that are the ratios, the whole gap for weights of 1, twice the gap for inverted ratios. Without tokens
-    everything is 0; metrics of fresh and of stale tokens are there only with such tokens.
+    The effective sample size is Kish's ``(sum w)^2 / sum w^2`` as a fraction of the tokens: 1 for equal weights. The
+    residual gap is the mean of ``|log weight - delta|`` over weighted, unclipped tokens: 0 if the weights are the
+    ratios, the whole gap for weights of 1, twice the gap for inverted ratios. Without tokens all are 0; metrics of
+    fresh and stale tokens exist only with such tokens.
     """
     of = {name.removeprefix("mismatch/"): float(value) for name, value in sums.items() if value.numel() == 1}
     tokens = max(of["tokens"], 1.0)
     weight, weight_square = of["weight"], of["weight_square"]
     mean, largest = of["delta"] / tokens, of["abs_delta_max"]
-    # Rounding can take the variance of equal deltas below 0.
+    # Rounding can make the variance of equal deltas negative.
     variance = max(of["delta_square"] / tokens - mean**2, 0.0)
     by_age: dict[str, float] = {}
     if fresh := of["fresh_tokens"]:
@@ -101,10 +101,10 @@ def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def correction_problem(name: str, correction: Function, metrics: Mapping[str, float]) -> str | None:
-    """Return one line when a correction has not done what it is for, else None.
+    """Return one line if a correction failed, else None.
 
-    Of whole sequences, when it leaves little weight: log ratios add up along a sequence. Of tokens, when it makes the
-    gap larger. ``name`` is as in ``--rl-correction``, ``metrics`` are of the step under their logged names.
+    Per sequence: too little total weight, because log ratios accumulate. Per token: a larger gap than before. ``name``
+    as in ``--rl-correction``, ``metrics`` of the step by logged name.
     """
     if level_of(correction) == "sequence":
         weight = metrics.get("rollout_corr/rollout_is_mean", 1.0)
@@ -128,9 +128,9 @@ def correction_problem(name: str, correction: Function, metrics: Mapping[str, fl
 
 
 def _histogram(values: Tensor, counted: Tensor) -> Tensor:
-    """Count the ``counted`` of ``values`` by size: [1 + HISTOGRAM_BINS] fp64, first those below ``HISTOGRAM_START``.
+    """Count ``values`` where ``counted`` by size: [1 + HISTOGRAM_BINS] fp64, first those below ``HISTOGRAM_START``.
 
-    Unlike ``bincount`` it does not wait for the device, and a NaN falls into some bin instead of out of bounds.
+    Unlike ``bincount`` it does not wait for the device, and NaN falls into some bin instead of out of bounds.
     """
     bins = ((values.clamp_min(1e-300) / HISTOGRAM_START).log() / _LOG_BIN_WIDTH).floor().long() + 1
     bins = bins.clamp(0, HISTOGRAM_BINS)
@@ -138,7 +138,7 @@ def _histogram(values: Tensor, counted: Tensor) -> Tensor:
 
 
 def _percentile(counts: list[float], share: float) -> float:
-    """The value below which ``share`` of a histogram lies, interpolated inside its bin; 0 in the first bin."""
+    """Return the quantile ``share`` of a histogram, interpolated within its bin; 0 in the first bin."""
     wanted, below = share * sum(counts), 0.0
     for index, count in enumerate(counts):
         if count and below + count >= wanted:

@@ -1,4 +1,4 @@
-"""The policy-gradient objective of one micro-batch, and the metrics that its sums make."""
+"""The policy-gradient objective of one micro-batch, and its metrics."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.config.rl_config import RLConfig
 
 MicroLoss = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""A micro-batch's part of ``sum(totals) / sum(denominators)``: its total, [] fp32 with the gradient; its share of the
-denominator, [] integer; detached sums for the metrics, on the device."""
+"""A micro-batch's part of ``sum(totals) / sum(denominators)``: its total, [] fp32 with gradient; its denominator, []
+integer; detached sums for metrics, on the device.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective:
     """``policy loss x correction + beta x KL + weight x KL to the teacher - weight x entropy``, with token weights.
 
-    The denominator is that of ``aggregation``, before any rejection by the correction. Tokens with a non-finite
-    log-prob leave mask and denominator and are counted.
+    The denominator is that of ``aggregation``, before rejections by the correction. Tokens with a non-finite log-prob
+    are removed from mask and denominator, and counted.
     """
 
     loss: Function
@@ -33,16 +34,16 @@ class PolicyObjective:
     aggregation_constant: float
     kl_beta: float = 0.0
     reward_kl_beta: float = 0.0
-    """Of the KL penalty in the reward, which is no part of the loss."""
+    """Weight of the KL penalty in the reward, which is not part of the loss."""
     kl_estimator: Estimator = "k3"
     entropy_weight: float = 0.0
     teacher_weight: float = 0.0
-    """Of the teacher's term; 0 where it is part of the advantage."""
+    """Weight of the teacher's term; 0 if it is part of the advantage."""
     teacher_estimator: Estimator = "k2"
 
     @classmethod
     def of(cls, config: RLConfig) -> PolicyObjective:
-        """Build it from the flags; raises ``ConfigError`` as `extension.loss_of`."""
+        """Build from flags; raises ``ConfigError`` like `extension.loss_of`."""
         algorithm, teacher = config.algorithm, config.teacher
         in_reward = config.critic.rl_kl_in_reward
         return cls(
@@ -100,7 +101,7 @@ class PolicyObjective:
         return total, denominator, {name: value.detach() for name, value in sums.items()}
 
     def _with_teacher(self, total: Tensor, batch: TokenBatch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add the teacher's term; returns the total and sums for the metrics."""
+        """Add the teacher's term; return the total and sums for metrics."""
         mask = batch.loss_mask
         sums = {
             "teacher/kl": kl_per_token("k1", batch.old_logprobs, batch.teacher_logprobs, mask).sum(),
@@ -114,7 +115,7 @@ class PolicyObjective:
 
 
 def objective_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Make the metrics of a step, under verl's names, from the sums of all its micro-batches and ranks."""
+    """Compute a step's metrics, under verl's names, from the sums over all micro-batches and ranks."""
     mismatch = {name: value for name, value in sums.items() if name.startswith("mismatch/")}
     own = {name: float(value) for name, value in sums.items() if name not in mismatch}
     tokens, denominator = max(float(mismatch["mismatch/tokens"]), 1.0), max(own.pop("denominator"), 1.0)

@@ -1,10 +1,10 @@
-"""Rewards by turn (--rl-turn-discount): returns of turns, and a batch whose advantages are of turns.
+"""Rewards by turn (--rl-turn-discount): returns of turns, and batches with turn-level advantages.
 
 Two samples of a task, of two turns and of one, with a discount of 0.5::
 
     rewards of turns     1  2  |  4
     returns              2  2  |  4        1 + 0.5 x 2
-    groups               0  1  |  0        turns of one number are compared: the second one has no other
+    groups               0  1  |  0        turns with the same number; the second turn is alone
 
 The return is that of GTPO (arXiv 2511.14846); turns of one number are compared as in MT-GRPO (arXiv 2505.11821), which
 compares their rewards. Rewards at the last tokens of turns for a critic are MT-PPO (arXiv 2505.11821).
@@ -23,30 +23,30 @@ from megatron_rl.algorithms.extension import Baseline
 from megatron_rl.algorithms.groups import informative_groups
 
 Row = tuple[int, int, int, float, int]
-"""Of a turn: its sample in the step, its sequence of that sample, its number, reward and loss tokens."""
+"""A turn: sample in the step, sequence in the sample, turn number, reward, loss tokens."""
 
 
 @dataclass(frozen=True)
 class StepTurns:
-    """The turns of all ranks in the order of samples, sequences and numbers; on the CPU."""
+    """The turns of all ranks ordered by sample, sequence and number; on the CPU."""
 
     sample: Tensor
     """[M] int64: the sample of each turn."""
     group: Tensor
-    """[M] int64: the turns that each is compared with, see `TurnRewards`."""
+    """[M] int64: comparison group of each turn, see `TurnRewards`."""
     own: Tensor
     """[M] fp32."""
     returns: Tensor
-    """[M] fp32: ``own`` and the discounted return of the sequence's next turn."""
+    """[M] fp32: ``own`` plus the discounted return of the sequence's next turn."""
     loss_tokens: Tensor
     """[M] int64."""
     index: dict[tuple[int, int], int]
-    """Of sample and sequence the place of the first turn."""
+    """(sample, sequence) -> index of its first turn."""
     discount: float
 
     @classmethod
     def of(cls, rows: Sequence[Row], group_index: Tensor, discount: float) -> StepTurns:
-        """Order ``rows`` and add up their rewards; ``group_index`` [N] has the task of each sample."""
+        """Order ``rows`` and compute returns; ``group_index`` [N]: the task of each sample."""
         rows = sorted((int(s), int(b), int(t), reward, int(tokens)) for s, b, t, reward, tokens in rows)
         returns, following = [0.0] * len(rows), 0.0
         for place in reversed(range(len(rows))):
@@ -65,13 +65,13 @@ class StepTurns:
         )  # fmt: skip
 
     def informative(self, baseline: Baseline, valid: Tensor, group_index: Tensor) -> Tensor:
-        """Return which tasks have a turn whose advantage can differ from 0: [tasks] bool."""
+        """Return which tasks have a turn with a possibly nonzero advantage: [tasks] bool."""
         turns = informative_groups(baseline, self.returns, valid[self.sample], self.group)
         found = torch.zeros(int(group_index.max()) + 1 if group_index.numel() else 0, dtype=torch.bool)
         return found.index_fill(0, group_index[self.sample[turns[self.group]]], True)
 
     def rewards(self, step: StepRewards, baseline: Baseline) -> TurnRewards:
-        """Return what advantages read, for the samples of ``step``."""
+        """Return the rewards by turn for the samples of ``step``."""
         valid = step.valid[self.sample]
         return TurnRewards(
             self.returns, valid, self.group, informative_groups(baseline, self.returns, valid, self.group),
@@ -81,15 +81,13 @@ class StepTurns:
 
 
 def by_turn(batch: TokenBatch) -> TokenBatch:
-    """Return the batch as advantages see it: the step's turns for its samples, and rewards at the turns' last tokens.
-
-    It is as it was without `StepRewards.turns`.
+    """Return ``batch`` with turns instead of samples, and rewards at their last tokens; unchanged without turn rewards.
     """
     turns = None if batch.step is None else batch.step.turns
     if turns is None or batch.samples.turn is None:
         return batch
     number, places = batch.samples.turn, torch.arange(batch.loss_mask.numel(), device=batch.loss_mask.device)
-    # Tokens that nobody trains on share one place more, which no token is.
+    # Tokens without loss share one additional index.
     ends = torch.full((turns.own.numel() + 1,), -1, device=places.device)
     ends = ends.scatter_reduce(0, number % len(ends), torch.where(number < 0, -1, places), "amax")
     judged = replace(batch, step=turns)

@@ -183,14 +183,14 @@ class CheckpointManager:
         kept_critic = critic if state.critic_has_optimizer and with_optimizer else None
         # Where main parameters are made of the weights, these must come as they are in the files.
         is_filled = kept is None and policy.fp8_weights is not None
-        with policy.fp8_weights.taken_out() if is_filled else contextlib.nullcontext():
+        with policy.fp8_weights.bf16_weights() if is_filled else contextlib.nullcontext():
             self._load(directory, policy, kept, None if critic is None else (critic.policy, kept_critic))
         for model, has_state in ((optimization, kept), (critic, kept_critic)):
             if model is not None and has_state is None:
-                model.start_again()
+                model.reload_main_parameters()
                 logger.info("the optimizer%s starts without moments", " of the critic" if model is critic else "")
             if model is not None:  # the schedule is a function of the step's number, so it goes on either way
-                model.schedule.go_to(state.step)
+                model.schedule.set_step(state.step)
         logger.info("resumed from %s (step %d)", directory, state.step)
         return replace(state, components=with_rank_state(state.components, directory, self._groups.rank))
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.platform.megatron import groups_known_by_what_they_are, step_counters_offered
+from megatron_rl.platform.megatron import match_groups_by_content, offer_step_counters
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.precision_aware import PrecisionAwareAdamW
 
@@ -92,10 +92,10 @@ def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_settings_kept(optimization))
-        stack.enter_context(groups_known_by_what_they_are())
+        stack.enter_context(match_groups_by_content())
         for part in optimization.optimizer.chained_optimizers:
             if isinstance(part, DistributedOptimizer) and not isinstance(part.optimizer, PrecisionAwareAdamW):
-                stack.enter_context(step_counters_offered(part))
+                stack.enter_context(offer_step_counters(part))
         stack.enter_context(moments_in_fp32(optimization))
         optimization.optimizer.load_state_dict(state)
     separate_step_counters(optimization)

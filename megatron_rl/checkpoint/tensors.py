@@ -118,10 +118,10 @@ def sharded_state(policy: PolicyModel, optimization: Optimization | None, loadin
                 models, is_loading=loading, metadata=metadata
             )
     if policy.fp8_weights is not None:
-        numbers_of = as_numbers if loading else policy.fp8_weights.numbers_of
+        main_values = as_numbers if loading else policy.fp8_weights.main_values
         for piece in nested_values({name: state[name] for name in named_chunks(policy)}):
             if is_float8tensor(getattr(piece, "data", None)):
-                piece.data = numbers_of(piece.data)
+                piece.data = main_values(piece.data)
     return state
 
 

@@ -115,7 +115,7 @@ def devices() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.platform.device import gain_of_bf16
+    from megatron_rl.platform.device import bf16_speedup
 
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
     yield Finding("ok", "torch", f"{torch.__version__}, built for {built_for}")
@@ -123,7 +123,7 @@ def devices() -> Iterator[Finding]:
         advice = "install the driver for it" if torch.version.cuda else "install torch built for CUDA"
         fault = f"there is a GPU that torch cannot use; {advice}" if Path("/dev/nvidia0").exists() else None
         yield _found("cuda", "no GPU: runs use the CPU, which is for trying things out", fault, "error")
-        gain = gain_of_bf16()
+        gain = bf16_speedup()
         pays = "--bf16 pays" if gain > 1.2 else "leave --bf16 out"
         yield Finding("ok", "bf16", f"products are {gain:.1f} times as fast as fp32's: {pays}")
     for index in range(torch.cuda.device_count()):

@@ -189,10 +189,10 @@ def find_machine(ranks: Ranks, are_given: bool) -> tuple[Ranks, Machine]:
     """All GPUs of this machine unless ranks are given, and what a rank has. Torch is imported here."""
     import torch
 
-    from megatron_rl.platform.device import gain_of_bf16, host_available
+    from megatron_rl.platform.device import bf16_speedup, host_available
 
     if not torch.cuda.is_available():
-        return ranks, Machine(False, int(host_available() * FILLED) // ranks.nproc, gain_of_bf16() > 1.2)
+        return ranks, Machine(False, int(host_available() * FILLED) // ranks.nproc, bf16_speedup() > 1.2)
     if not are_given:
         ranks = replace(ranks, nproc=torch.cuda.device_count())
     return ranks, Machine(True, int(torch.cuda.get_device_properties(0).total_memory * FILLED), True)

@@ -177,7 +177,7 @@ def _replayed(config: RLConfig, choice: Choice) -> tuple[Replayed, Any]:
     from megatron_rl.run import rl
     from megatron_rl.run.base import open_run
     from megatron_rl.run.preflight.inputs import open_tokenizer
-    from megatron_rl.run.training import book
+    from megatron_rl.run.training import record_updates
 
     size = config.algorithm.grpo_group_size
     first = choice.group * size
@@ -194,7 +194,7 @@ def _replayed(config: RLConfig, choice: Choice) -> tuple[Replayed, Any]:
                 sys.stderr.write(f"step {step} of {begin + 1} to {choice.step}\n")
                 outcome = rl_step(run, step)
                 if outcome is not None:
-                    book(run, outcome)
+                    record_updates(run, outcome)
                 return outcome
 
             found = replay(run, choice.step, frozenset(numbers), take_step)

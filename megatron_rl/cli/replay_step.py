@@ -17,7 +17,7 @@ from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.update import Updates, through_schedule
+from megatron_rl.trainer.update import Updates, run_schedule
 from megatron_rl.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class WatchedScorer:
 
         optimization.zero_grad()
         with hidden_gradient_norms(optimization.policy.chunks[-1].output_layer) as norms:
-            through_schedule(optimization.wrapped, watched, scorer.forward, read)
+            run_schedule(optimization.wrapped, watched, scorer.forward, read)
         for (tokens, at), norm in zip(read_tokens, norms, strict=True):
             pulls = (norm[at] / max(found.denominator, 1)).tolist()
             found.tokens += [replace(one, gradient=pull) for one, pull in zip(tokens, pulls, strict=True)]

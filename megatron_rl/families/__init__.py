@@ -1,7 +1,7 @@
-"""Structure of models (`ModelLayout`), and families of the Hugging Face format: ``config.json``, where weights lie.
+"""Structure of models (`ModelLayout`), and model families of the Hugging Face format: ``config.json`` and weight names.
 
-Plain Python, no torch: the configuration reads it to fill in flags, checkpoints to know which part of which
-tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it by ``config.json``.
+Plain Python, no torch: the configuration fills in flags with it, and checkpoints find the tensors of a rank. Each file
+in ``known/`` is one family; `read_model` finds it by ``config.json``.
 """
 
 from megatron_rl.families.architecture import PLAIN, Architecture, ExpertShare, LayerKind, Stages

@@ -1,4 +1,4 @@
-"""The shape of a model in Megatron's words, what kind each of its layers is, and how ranks share the layers."""
+"""The shape of a model in Megatron's terms, the kind of each layer, and the distribution of layers over ranks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 
 MOST_LAYERS = 1000
 MOST_EXPERTS = 100_000
-"""Of a model, in all its layers: each tensor is listed by name, so more would fill the memory before any check."""
+"""Limits for a whole model: each tensor is listed by name, so more would exhaust memory before any check."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The parts of one decoder layer that differ from a layer of Llama's, whose kind is `PLAIN`."""
+    """How a decoder layer differs from one of Llama, whose kind is `PLAIN`."""
 
     mixer: str = "heads"
-    """What exchanges between tokens: a name of `BLOCKS`."""
+    """Token mixer: a name of `BLOCKS`."""
     mlp: str = "dense"
-    """What computes each token by itself: a name of `BLOCKS`."""
+    """MLP: a name of `BLOCKS`."""
     rotation: str = "main"
-    """Which of the model's rotations turns queries and keys: see `Architecture.rotations`."""
+    """Rotation of queries and keys: a name of `Architecture.rotations`."""
     window: int | None = None
-    """The most recent tokens that a token attends to, itself included; None: all."""
+    """Sliding window: number of most recent tokens including the token itself; None: all."""
     scale: float | None = None
-    """Factor of the attention scores; None: 1 / sqrt(width of a head)."""
+    """Factor of the attention scores; None: 1 / sqrt(head width)."""
     sinks: bool = False
-    """Each head has an attention sink: a learned logit in the softmax over its scores, which attends to nothing."""
+    """Attention sinks: a learned logit per head in the softmax, with a zero value."""
     pre_norms: bool = True
-    """Attention's and the MLP's inputs are normalised."""
+    """Normalise the inputs of attention and MLP."""
     post_norms: bool = False
-    """Attention's and the MLP's outputs are normalised before they are added to the residual stream."""
+    """Normalise the outputs of attention and MLP before they are added to the residual stream."""
     norm_across_heads: bool = False
-    """Queries, and keys, are normalised over all heads together, not head by head."""
+    """Normalise queries and keys over all heads together instead of per head."""
 
 
 PLAIN = LayerKind()
@@ -43,12 +43,12 @@ YARN = (
     "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "correction_range_round_to_int",
 )  # fmt: skip
-"""The flags of YaRN, with --rope-type yarn."""
+"""Flags of YaRN, with --rope-type yarn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder with rotary positions. Fields are named like their flags; `kinds` says what they make of each layer."""
+    """A decoder with rotary positions. Fields are named like their flags; `kinds` derives each layer from them."""
 
     num_layers: int
     hidden_size: int
@@ -126,15 +126,15 @@ class Architecture:
 
     @property
     def is_gated(self) -> bool:
-        """The MLP has a gate: ``activation(gate) x up``."""
+        """True for gated MLPs: ``activation(gate) x up``."""
         return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer.
 
-        Example: 6 layers with --window-size 512 and --window-attn-skip-freq 3 attend to 512 tokens, but the third and
-        the sixth to all.
+        Example: with 6 layers, --window-size 512 and --window-attn-skip-freq 3 all but the third and the sixth have a
+        window of 512 tokens.
         """
         every, window, layers = self.window_attn_skip_freq, self.window_size, range(1, self.num_layers + 1)
         windowed = [window is not None and (every is None or number % every != 0) for number in layers]
@@ -161,7 +161,7 @@ class Architecture:
 
     @property
     def rotations(self) -> dict[str, dict[str, Any]]:
-        """Name -> arguments of megatron's `RotaryEmbedding`, and under ``yarn`` those of `yarn_rotation`."""
+        """Name -> arguments of megatron's `RotaryEmbedding`; under ``yarn`` those of `yarn_rotation`."""
         whole = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
         width = {"kv_channels": whole, "rotary_percent": self.rotary_percent}
         main = width | {
@@ -175,7 +175,7 @@ class Architecture:
         return {"main": main, **local}
 
     def settings(self) -> dict[str, Any]:
-        """Return each flag's value by its name."""
+        """Return each flag's value by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
@@ -184,12 +184,12 @@ _WHOLE = re.compile(r"\((.+)\)(?:\*(\d{1,4}))?")
 
 
 def expert_layers(pattern: str, num_layers: int) -> tuple[bool, ...]:
-    """Read Megatron's `--moe-layer-freq`: which layers have experts.
+    """Parse Megatron's `--moe-layer-freq`: which layers have experts.
 
-    Example: of 4 layers ``2`` are the first and the third, ``([0]*1+[1]*3)`` all but the first.
+    Example: for 4 layers ``2`` means the first and the third, ``([0]*1+[1]*3)`` all but the first.
 
     Raises:
-        ValueError: it is neither a number nor such a list, or a list of another length; in words that follow it.
+        ValueError: neither a number nor such a list, or a list of another length; the text follows the value.
     """
     text = pattern.replace(" ", "")
     if text.isdecimal() and 1 <= int(text) <= MOST_LAYERS:
@@ -207,15 +207,15 @@ def expert_layers(pattern: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def layer_pattern(layers: Sequence[bool]) -> str:
-    """Write `--moe-layer-freq`, always alike for the same layers: see `expert_layers`."""
+    """Return the canonical `--moe-layer-freq` of ``layers``: see `expert_layers`."""
     runs = [(number, len([*run])) for number, run in itertools.groupby(map(int, layers))]
     return "1" if all(layers) else f"({'+'.join(f'[{number}]*{length}' for number, length in runs)})"
 
 
 def linear_layers(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
-    """Read Megatron's `--linear-attention-freq`: which layers have a recurrent state in place of attention.
+    """Parse Megatron's `--linear-attention-freq`: which layers have a recurrent state instead of attention.
 
-    Example: of 4 layers ``4`` are all but the last, as are ``([1]*3+[0]*1)``; None: no layer.
+    Example: for 4 layers ``4`` means all but the last, like ``([1]*3+[0]*1)``; None: no layer.
 
     Raises:
         ValueError: see `expert_layers`.
@@ -228,7 +228,7 @@ def linear_layers(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
 
 
 def linear_pattern(layers: Sequence[bool]) -> str | None:
-    """Write `--linear-attention-freq`: a number where one fits, see `linear_layers`."""
+    """Return `--linear-attention-freq` of ``layers``, as a number if possible: see `linear_layers`."""
     every = [*layers, False].index(False) + 1
     if not any(layers):
         return None
@@ -245,7 +245,7 @@ def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) 
 class Stages:
     """The layers of each pipeline stage.
 
-    8 layers on two stages with two chunks each (Megatron's virtual stages): 0 1 and 4 5, 2 3 and 6 7.
+    Example: 8 layers on two stages with two chunks each (virtual stages): 0 1 and 4 5, 2 3 and 6 7.
     """
 
     count: int = 1
@@ -253,10 +253,10 @@ class Stages:
     """Layers of the first stage; None: as many as others."""
     last: int | None = None
     chunks: int = 1
-    """Parts of a stage's layers, with those of the other stages in between."""
+    """Virtual pipeline chunks per stage."""
 
     def sizes(self, num_layers: int) -> list[int]:
-        """Return the number of layers of each stage; nothing where they cannot be shared like this.
+        """Return the number of layers of each stage; empty if they cannot be divided like this.
 
         Example: 7 layers on 3 stages with 3 on the first are 3, 2 and 2.
         """
@@ -282,19 +282,19 @@ ONE_STAGE = Stages()
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The experts of each layer that one rank has.
+    """The experts of each layer on one rank.
 
-    Of 4 experts on 2 expert-parallel ranks the second, `rank` 1, has experts 2 and 3.
+    Example: of 4 experts on 2 expert-parallel ranks, `rank` 1 has experts 2 and 3.
     """
 
     ranks: int = 1
-    """Expert-parallel ranks: each has equally many experts."""
+    """Expert-parallel ranks, with equal numbers of experts."""
     rank: int = 0
     tensor_size: int | None = None
-    """Ranks that cut each of their experts; None: as many as cut the other linears."""
+    """Ranks that split each expert; None: as many as for other linears."""
 
     def of(self, num_experts: int) -> range:
-        """Return experts of this rank, counted over the whole layer."""
+        """Return this rank's experts, counted over the whole layer."""
         count = num_experts // self.ranks
         return range(self.rank * count, (self.rank + 1) * count)
 

@@ -1,7 +1,7 @@
-"""What a decoder layer is made of, without torch: mixers (what exchanges between tokens) and MLPs, by their names.
+"""Mixers and MLPs of decoder layers by name, without torch.
 
-Here stand a block's parameters and linears, its tensors in a Hugging Face checkpoint, and what it keeps of each token.
-Its modules and its step in rollouts are in the file of the same name in `megatron_rl/models/blocks`.
+A block describes its parameters and linears, its tensors in a Hugging Face checkpoint, and what it stores per token.
+Its modules and its rollout step are in the file of the same name in `megatron_rl/models/blocks`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare, with_gate
     hidden, width, bias = model.hidden_size, model.kv_channels, model.add_bias_linear
     heads, groups = model.num_attention_heads, model.num_query_groups
     queries = 2 * heads if with_gates else heads  # each query head is followed by its gate
-    # The queries of a group, its key and its value, then those of the next group.
+    # Rows by group: its queries, key and value.
     stripes = ("q_proj", queries // groups * width), ("k_proj", width), ("v_proj", width)
     outputs = (queries + 2 * groups) * width
     if model.softmax_type == "learnable":
@@ -34,7 +34,7 @@ def _heads(name: str, model: Architecture, ranks: int, _: ExpertShare, with_gate
 
 
 def _heads_cache(model: Architecture, ranks: int) -> LayerCache:
-    # With fewer groups than ranks a rank stores part of one, which megatron gathers, and caches all of it.
+    # With fewer groups than ranks, a rank stores part of a group, but gathers and caches all of it.
     return LayerCache(max(1, model.num_query_groups // ranks), model.kv_channels, model.kv_channels)
 
 
@@ -74,7 +74,7 @@ def _latent_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -
     heads, rotated = model.num_attention_heads // ranks, model.qk_pos_emb_head_dim
     key, value = model.qk_head_dim + rotated, model.v_head_dim
     latents = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + rotated  # as projected, and normalised
-    # Queries and keys put together; values padded, or in what they were projected with; the result, once more padded.
+    # Concatenated queries and keys; values, padded or as projected; the result, padded and not.
     return latents + heads * (2 * key + (model.qk_head_dim + 2 * value if again else 3 * value))
 
 
@@ -94,7 +94,7 @@ def _dense_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) ->
 
 
 def _whole_kept(model: Architecture, width: int) -> int:
-    """Of an MLP that every token goes through."""
+    """Count the numbers of a token for an MLP that every token uses."""
     return 3 * width if model.swiglu else _mlp_kept(model, width)
 
 
@@ -121,7 +121,7 @@ def _experts(name: str, model: Architecture, ranks: int, share: ExpertShare) -> 
 
 def _experts_kept(model: Architecture, ranks: int, share: ExpertShare, again: bool) -> int:
     cut = share.tensor_size or ranks
-    # Each token runs through some experts, and is copied in and out of each.
+    # Each token is copied to and from each of its experts.
     copies = 3 if model.add_bias_linear else 2  # the output's bias is weighed like the output
     each = _mlp_kept(model, model.moe_ffn_hidden_size // cut) + copies * model.hidden_size
     # Whoever has whole experts gets as many fewer tokens: as many as it sends, with experts equally busy.
@@ -162,7 +162,7 @@ def blocks_of(kind: LayerKind) -> tuple[Block, Block]:
     """Return the mixer and the MLP of a layer.
 
     Raises:
-        ConfigError: there is no block of that name, or neither computes what the kind asks for.
+        ConfigError: an unknown block, or one that does not support the kind.
     """
     for name in (kind.mixer, kind.mlp):
         if name not in BLOCKS:

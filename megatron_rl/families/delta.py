@@ -1,7 +1,7 @@
-"""Layers of Qwen3-Next and Qwen3.5: the gated delta rule (DeltaNet), and attention whose output has a gate.
+"""Layers of Qwen3-Next and Qwen3.5: gated DeltaNet, and attention with an output gate.
 
-A gated delta rule keeps a matrix ``S`` a head in place of keys and values. With a decay ``a`` and a strength ``b``
-between 0 and 1 that the token's input gives, each token does::
+A gated delta rule stores a matrix ``S`` per head instead of keys and values. With a decay ``a`` and a strength ``b``
+between 0 and 1, projected from the input, each token does::
 
     S <- a S;   S <- S + b k (v - S^T k)^T;   output = S^T q
 """
@@ -23,15 +23,15 @@ DELTA_NAMES = {"self_attention.out_norm": "linear_attn.norm"} | {
 
 
 def _sizes(model: Architecture, ranks: int = 1) -> tuple[int, int, int]:
-    """Widths of all keys and of all values that a rank has, and its value heads."""
+    """Return the widths of all keys and of all values on a rank, and its number of value heads."""
     heads = model.linear_num_value_heads // ranks
     return model.linear_num_key_heads // ranks * model.linear_key_head_dim, heads * model.linear_value_head_dim, heads
 
 
 def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> Iterator[Part]:
-    """Yield those of the delta rule: one projection gives all that a token brings, its gate and decay included.
+    """Yield the parameters of the delta rule; one projection produces all inputs, including gate and decay.
 
-    All rows of a key head and its value heads lie together, so that ranks share whole heads.
+    The rows of a key head and its value heads are adjacent, so that ranks have whole heads.
     """
     keys, values, heads = _sizes(model)
     key, value, share = model.linear_key_head_dim, *(size // model.linear_num_key_heads for size in (values, heads))
@@ -54,21 +54,21 @@ def delta_parts(name: str, model: Architecture, ranks: int, _: ExpertShare) -> I
 
 
 def delta_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
-    """Count a token's numbers; what lies between the projections is always computed again in the backward pass."""
+    """Count the numbers stored per token; everything between the projections is always recomputed."""
     del again
     keys, values, heads = _sizes(model, ranks)
     return 2 * keys + 2 * values + 2 * heads + values
 
 
 def delta_cache(model: Architecture, ranks: int) -> StateCache:
-    """Return the state, and what the convolution still reads."""
+    """Return the sizes of the state and of the convolution's past inputs."""
     keys, values, heads = _sizes(model, ranks)
     widths = model.linear_key_head_dim, model.linear_value_head_dim
     return StateCache(heads, *widths, 2 * keys + values, model.linear_conv_kernel_dim - 1)
 
 
 def gated_kept(model: Architecture, ranks: int, _: ExpertShare, again: bool) -> int:
-    """Count the projection, queries and keys normalised and rotated, and the result padded, packed and gated."""
+    """Count the projection, normalised and rotated queries and keys, and the result padded, packed and gated."""
     query = model.num_attention_heads // ranks * model.kv_channels
     key = max(1, model.num_query_groups // ranks) * model.kv_channels
     norms = query + key if model.qk_layernorm else 0

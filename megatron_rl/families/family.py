@@ -1,4 +1,4 @@
-"""What a family's file defines, and which family a ``config.json`` is of: ``known/qwen2.py`` reads model_type qwen2."""
+"""The contents of a family's file, and the detection of a model's family: ``known/qwen2.py`` reads model_type qwen2."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from megatron_rl.registry import Registry
 from megatron_rl.tensor_files import StoredTensor, TensorReader, stored_tensors
 
 NUMBER_FORMATS = ("F32", "BF16", "F16")
-"""That weights are read in."""
+"""Dtypes of weights that can be loaded."""
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 _DELTA_WIDTHS = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }  # fmt: skip
-"""Flags, called as in ``config.json``, and transformers' defaults."""
+"""Flags (named as in ``config.json``) with transformers' defaults."""
 _PASSED_OVER = (".rotary_emb.inv_freq",)
-"""Endings of tensors that older files have and every model computes itself."""
+"""Endings of ignored tensors, which older files contain and every model computes itself."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models that share a ``config.json`` and a naming of tensors."""
+    """Models with the same ``config.json`` format and tensor names."""
 
     name: str
-    """That of its file, and ``model_type`` in ``config.json``."""
+    """File name, and ``model_type`` in ``config.json``."""
     class_name: str
-    """In ``architectures`` of ``config.json``."""
+    """Entry of ``architectures`` in ``config.json``."""
     title: str
-    """For people: ``Qwen2 and Qwen2.5``."""
+    """Display name, e.g. ``Qwen2 and Qwen2.5``."""
     read: Callable[[HfConfig], Architecture]
-    """Raises ``ConfigError`` for anything in the file that is not built."""
+    """Raises ``ConfigError`` for unsupported settings."""
     weights: Callable[[Architecture], WeightMap] = decoder_weights
     later_layers: tuple[str, ...] = ()
-    """What ``config.json`` calls the number of layers behind the decoder's, which predict tokens further on (MTP).
+    """Keys of ``config.json`` with the number of layers after the decoder's, for multi-token prediction (MTP).
 
-    Their tensors are not part of the model here; an export has them as they were.
+    Their tensors are not part of the model here; exports copy them unchanged.
     """
     passed_through: tuple[str, ...] = ()
-    """Beginnings of the names of other tensors of that kind."""
+    """Name prefixes of other tensors of that kind."""
     examples: tuple[Mapping[str, Any], ...]
-    """Entries of ``config.json`` of small models that between them have every feature: the contract test's."""
+    """``config.json`` entries of small models that together cover all features, for the contract test."""
 
 
 shared_expert_weights = partial(decoder_weights, renamed={"shared_experts": "shared_expert"})
-"""`Family.weights` where a layer's one shared expert is called so."""
+"""`Family.weights` for families that call a layer's single shared expert so."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
 }  # fmt: skip
-"""A model for examples."""
+"""A small model for examples."""
 
 
 SMALL_DELTA: dict[str, Any] = SMALL | {
@@ -83,11 +83,11 @@ def read_decoder(
     quantization: str | None = None,
     **settings: Any,
 ) -> Architecture:
-    """Read what all families derived from Llama write alike; ``settings`` are the rest.
+    """Read the settings that all Llama-like families share; ``settings`` are the others.
 
-    ``activation`` is the one that is built of the family's MLP; ``rotation`` the settings of its rotary positions,
-    where they are not written as Llama's; ``quantization`` a format of its weights that is read. A family that rotates
-    a part of each head gives ``rotary_percent``.
+    ``activation``: the supported one of the MLP; ``rotation``: settings of rotary positions, if not written like
+    Llama's; ``quantization``: a supported format of weights. Families that rotate part of each head pass
+    ``rotary_percent``.
     """
     if "rotary_percent" not in settings and (share := config.rotated_share()) != 1:
         config.refuse("partial_rotary_factor", share, "whole heads are rotated")
@@ -131,7 +131,7 @@ def read_decoder(
 
 
 def read_sigmoid_experts(config: HfConfig) -> dict[str, Any]:
-    """Read experts as DeepSeek-V3 and GLM-4.5 have them: chosen by sigmoid and a bias, beside shared ones."""
+    """Read experts of DeepSeek-V3 and GLM-4.5: chosen by sigmoid score and bias, with shared experts."""
     config.expect("norm_topk_prob", True, why="weights of the chosen experts are divided by their sum")
     config.expect("scoring_func", "sigmoid", why="the router's scores are sigmoids")
     config.expect("topk_method", "noaux_tc", why="experts are chosen by score and bias")
@@ -159,8 +159,8 @@ def read_sigmoid_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def read_softmax_experts(config: HfConfig, norm_topk_prob: bool = False) -> dict[str, Any]:
-    """Read experts as Qwen's models have them: chosen by softmax, in all layers or in some."""
-    # transformers 5 writes the number of experts under another name than the published files have.
+    """Read experts of Qwen's models: chosen by softmax, in all layers or in some."""
+    # transformers 5 uses another name for the number of experts than published files.
     count = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     step, layers = config.whole("decoder_sparse_step", 1), min(config.whole("num_hidden_layers"), MOST_LAYERS)
     dense = config.get("mlp_only_layers", [])
@@ -172,13 +172,13 @@ def read_softmax_experts(config: HfConfig, norm_topk_prob: bool = False) -> dict
         "moe_ffn_hidden_size": config.whole("moe_intermediate_size"),
         "moe_router_topk": config.whole("num_experts_per_tok"),
         "moe_layer_freq": layer_pattern([at not in dense and (at + 1) % step == 0 for at in range(layers)]),
-        # Shares of the chosen experts among themselves are those of a softmax over the chosen ones.
+        # Normalised shares of the chosen experts equal a softmax over the chosen ones.
         "moe_router_pre_softmax": not config.switch("norm_topk_prob", norm_topk_prob),
     }
 
 
 def read_gated_delta(config: HfConfig) -> dict[str, Any]:
-    """Return the settings that `read_decoder` is given for a model of such layers."""
+    """Return the `read_decoder` settings of models with gated DeltaNet layers."""
     config.expect("attn_output_gate", True, why="the output of attention has a gate")
     layers = min(config.whole("num_hidden_layers"), MOST_LAYERS)
     every, kinds = config.whole("full_attention_interval", 4), config.get("layer_types")
@@ -199,7 +199,7 @@ def read_gated_delta(config: HfConfig) -> dict[str, Any]:
 
 
 def read_qwen(config: HfConfig, **settings: Any) -> Architecture:
-    """Read as `read_decoder`; a sliding window may be configured, but must not be in use."""
+    """Call `read_decoder`; a sliding window may be configured, but not enabled."""
     config.expect("use_sliding_window", False, why="every layer attends to the whole sequence")
     config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
     return read_decoder(config, **settings)
@@ -207,26 +207,26 @@ def read_qwen(config: HfConfig, **settings: Any) -> Architecture:
 
 @dataclass(frozen=True)
 class HfModel:
-    """A directory in the Hugging Face format, understood."""
+    """A directory in the Hugging Face format, and its family."""
 
     directory: Path
     family: Family
     architecture: Architecture
     config: dict[str, Any]
-    """``config.json`` as it is."""
+    """Unchanged ``config.json``."""
 
     @property
     def is_mxfp4(self) -> bool:
-        """Its files hold the experts in 4 bits."""
+        """Whether its experts are stored in 4 bits."""
         return bool(self.config.get("quantization_config"))  # any other is refused
 
     @property
     def weights(self) -> WeightMap:
-        """Its tensors and the parameters made of them."""
+        """The Hugging Face tensors of each parameter."""
         return self.family.weights(self.architecture)
 
     def is_passed_through(self, tensor: str) -> bool:
-        """Return whether it is of a layer that predicts tokens further on: see `Family.later_layers`."""
+        """Return whether ``tensor`` belongs to a multi-token prediction layer: see `Family.later_layers`."""
         if tensor.startswith(self.family.passed_through):
             return True
         counts = [self.config.get(name) for name in self.family.later_layers]
@@ -235,10 +235,10 @@ class HfModel:
         return layer is not None and first <= int(layer[1]) < first + count
 
     def passed_through(self) -> dict[str, StoredTensor]:
-        """Return tensors that an export takes from the files as they are.
+        """Return the tensors that exports copy unchanged.
 
         Raises:
-            CheckpointError: of a model that may have some the files are not there.
+            CheckpointError: the family may have such tensors, and the files are missing.
         """
         family = self.family
         stored = stored_tensors(self.directory) if family.later_layers or family.passed_through else {}
@@ -246,10 +246,10 @@ class HfModel:
 
 
 def read_model(directory: str | Path, weights: bool = False) -> HfModel:
-    """Read ``config.json`` of a directory, or of a name on the Hugging Face hub, whose ``weights`` are fetched too.
+    """Read ``config.json`` of a directory or Hugging Face hub name; with ``weights`` hub weights are fetched too.
 
     Raises:
-        ConfigError: it is absent or malformed, of an unknown family, or asks for what is not built.
+        ConfigError: it is missing or malformed, of an unknown family, or has unsupported settings.
     """
     found = model_directory(directory, weights)
     path = found / "config.json"
@@ -259,7 +259,7 @@ def read_model(directory: str | Path, weights: bool = False) -> HfModel:
 
 
 def _family_of(path: Path, values: dict[str, Any]) -> Family:
-    """By ``architectures``, which says more than ``model_type``: a reward model shares the latter."""
+    """Find the family by ``architectures``, because reward models have the same ``model_type``."""
     families = [FAMILIES.get(name) for name in FAMILIES.names()]
     classes = values.get("architectures")
     wanted = classes[0] if isinstance(classes, list) and classes else None
@@ -272,10 +272,7 @@ def _family_of(path: Path, values: dict[str, Any]) -> Family:
 
 
 def weight_problems(model: HfModel) -> list[str]:
-    """Return one line for each way in which the files do not hold the model of ``config.json``.
-
-    Headers are compared, and the numbers of a tied model's head.
-    """
+    """Return the differences between the files (headers, values of a tied head) and ``config.json``, a line each."""
     try:
         stored = as_matrices(stored_tensors(model.directory))
         own_head = _has_own_head(model, stored)
@@ -285,13 +282,13 @@ def weight_problems(model: HfModel) -> list[str]:
     there = [name for name in expected if name in stored]
     take = "take config.json and files of one model"
 
-    def told(names: list[str], what: Callable[[str], str]) -> list[str]:
+    def first_of(names: list[str], what: Callable[[str], str]) -> list[str]:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         return [f"{model.directory}: tensor {name} {what(name)}{more}" for name in names[:1]]
 
     return [
-        *told([name for name in expected if name not in stored], lambda _: f"is missing, which {kind} has; {take}"),
-        *told(
+        *first_of([name for name in expected if name not in stored], lambda _: f"is missing, which {kind} has; {take}"),
+        *first_of(
             [
                 name for name in stored
                 if name not in (*expected, _HEAD) and not name.endswith(_PASSED_OVER)
@@ -299,15 +296,15 @@ def weight_problems(model: HfModel) -> list[str]:
             ],
             lambda _: f"is none that {kind} has, and would be ignored; {take}",
         ),
-        *told(
+        *first_of(
             [name for name in there if stored[name].shape != expected[name]],
             lambda name: f"has shape {_by(stored[name].shape)}, config.json means {_by(expected[name])}; {take}",
         ),
-        *told(
+        *first_of(
             [name for name in there if stored[name].dtype not in (*NUMBER_FORMATS, MXFP4)],
             lambda name: f"is stored as {stored[name].dtype}; use a model in {', '.join(NUMBER_FORMATS)}",
         ),
-        *told(
+        *first_of(
             [_HEAD] if own_head else [],
             lambda _: f"differs from {_EMBEDDING} though tie_word_embeddings is true; transformers and vLLM use this "
             "head: set tie_word_embeddings to false in config.json",
@@ -316,7 +313,7 @@ def weight_problems(model: HfModel) -> list[str]:
 
 
 def _has_own_head(model: HfModel, stored: Mapping[str, StoredTensor]) -> bool:
-    """Compare head and embedding of a tied model whose files have both: the same numbers may be written twice."""
+    """Return whether a tied model has a separate head with other values; files may repeat the embedding."""
     names = _HEAD, _EMBEDDING
     if not stored.keys() >= {*names} or _HEAD in model.weights.tensors:
         return False

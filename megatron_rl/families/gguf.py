@@ -1,4 +1,4 @@
-"""A GGUF file where a Hugging Face directory is wanted: dequantised once by transformers, kept in a cache."""
+"""GGUF files as model directories: dequantised once by transformers, kept in a cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.user_files import open_file
 Precision = Literal["float32", "bfloat16"]
 SUFFIX = ".gguf"
 _VERSION = 2
-"""Of what an import writes: version 1 left out how positions are scaled."""
+"""Version of the import; version 1 omitted position scaling."""
 _INSTALL = "pip install 'megatron-rl[gguf]' (the packages gguf and accelerate)"
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -30,9 +30,9 @@ _KEYS = {
 }  # fmt: skip
 _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 _LOCAL_BASE = 10000.0
-"""Of rotary positions in Gemma's windows, and in Llama where a file does not say."""
+"""Rotary base of Gemma's windows, and Llama's default."""
 _GEMMA_27B = 62
-"""Layers of the one size whose attention scores llama.cpp scales by another width than a head's."""
+"""Layer count of the only size for which llama.cpp scales attention scores by another width than the head's."""
 _TAKE = "take the model's safetensors"
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 def cached_import(path: Path) -> Path:
     """Return a directory with the model of the GGUF file ``path``: weights in float32, config.json and tokenizer.
 
-    It lies in ``$HF_HOME/megatron-rl`` under the file's name and SHA-256 sum, so a changed file is another directory.
-    The first process that asks for it writes it, and others wait meanwhile.
+    It is in ``$HF_HOME/megatron-rl``, named by the file's name and SHA-256 sum. The first process writes it, others
+    wait.
 
     Raises:
-        ConfigError: as `import_gguf`, or the cache cannot be written.
+        ConfigError: see `import_gguf`, or the cache is not writable.
     """
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "megatron-rl"
     digest = _opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest())
@@ -66,11 +66,11 @@ def cached_import(path: Path) -> Path:
 
 
 def import_gguf(path: Path, target: Path, precision: Precision = "float32") -> None:
-    """Write the model of a GGUF file as a Hugging Face directory, which appears under its name once it is complete.
+    """Write the model of a GGUF file as a Hugging Face directory, which appears when complete.
 
     Raises:
-        ConfigError: the file is no GGUF, is cut, or has a key or tensor that is not read; a package is missing.
-        CheckpointError: ``target`` is there, or cannot be written.
+        ConfigError: not a GGUF file, truncated, or with an unknown key or tensor; a package is missing.
+        CheckpointError: ``target`` exists, or is not writable.
     """
     from megatron_rl.families.family import read_model  # which imports this module for names of files
 
@@ -106,7 +106,7 @@ def _reader(path: Path) -> Any:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Raises where the file ends; the parent class would go on and read a list of 2^60 numbers."""
+        """Raises at the end of the file; the parent class would read on, for example a list of 2^60 numbers."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             found = super()._get(offset, dtype, count, override_order)
@@ -118,12 +118,12 @@ def _reader(path: Path) -> Any:
 
 
 def _settings_of(path: Path, reader: Any) -> dict[str, Any]:
-    """Return ``config.json`` of the model in ``path``, which ``reader`` has open.
+    """Return ``config.json`` of the GGUF model that ``reader`` has open.
 
-    llama.cpp computes with every key of the architecture; transformers ignores those that it does not know.
+    llama.cpp uses every key of the architecture; transformers ignores unknown ones.
 
     Raises:
-        ConfigError: the architecture or a key is not translated.
+        ConfigError: the architecture or a key is not supported.
     """
     name, tensors = reader.fields["general.architecture"].contents(), {each.name: each for each in reader.tensors}
     if name not in _MODEL_TYPES:
@@ -168,7 +168,7 @@ def _settings_of(path: Path, reader: Any) -> dict[str, Any]:
 
 
 def _llama3(path: Path, divisors: Any, base: float, head: int) -> dict[str, Any]:
-    """Return the scaling by which llama.cpp divides frequencies, [head / 2], if it is that of Llama 3.1 to 3.3."""
+    """Return the frequency scaling of ``divisors`` [head / 2], if it is that of Llama 3.1 to 3.3."""
     import numpy as np
 
     from megatron_rl.families.rotation import LLAMA3  # which imports the reader of config.json, and that this module
@@ -183,7 +183,7 @@ def _llama3(path: Path, divisors: Any, base: float, head: int) -> dict[str, Any]
 
 
 def _check_tensors(path: Path, reader: Any, config: Any) -> None:
-    """Raise for a tensor that transformers would pass over, such as a bias, or draw at random."""
+    """Raise for a tensor that transformers would ignore, such as a bias, or initialise randomly."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
@@ -216,7 +216,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _transformers_reads(path: Path) -> Iterator[None]:
-    """Run the block, and name the file in what transformers raises."""
+    """Name the file in transformers' errors, inside the context."""
     try:
         yield
     except (ConfigError, CheckpointError):

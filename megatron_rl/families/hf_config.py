@@ -1,4 +1,4 @@
-"""A model of the Hugging Face format: its directory, and ``config.json`` read so that nothing in it is passed over."""
+"""Model directories of the Hugging Face format, and ``config.json``, read without ignoring unsupported settings."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron_rl.user_files import read_json
 _LONGEST_VALUE = 60
 _BEYOND_ANY_MODEL = 1e18
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""``Qwen/Qwen2.5-0.5B``; a path that has one slash looks the same, and is one where it is there."""
+"""``Qwen/Qwen2.5-0.5B``; an existing path of this form takes precedence."""
 _SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model"), ("*.safetensors",)
 
 
 def model_directory(name: str | Path, weights: bool = False) -> Path:
-    """Return ``name``, or where the hub's files of that name lie: settings and tokenizer, with ``weights`` all of it.
+    """Return ``name``, or the local directory of the hub's files: settings and tokenizer, with ``weights`` all.
 
-    The model of a GGUF file lies in a cache, see `cached_import`.
-    Without a network, or with ``HF_HUB_OFFLINE=1``, it is what the cache has.
+    GGUF files are imported into a cache, see `cached_import`. Without a network, or with ``HF_HUB_OFFLINE=1``, the
+    hub's cache is used.
 
     Raises:
-        ConfigError: there is neither such a directory nor such a name, or it may not be read.
+        ConfigError: neither a directory nor a readable hub name.
     """
     if str(name).endswith(SUFFIX):
         return _imported(str(name))
@@ -39,13 +39,13 @@ def model_directory(name: str | Path, weights: bool = False) -> Path:
 
 @functools.cache
 def _imported(path: str) -> Path:
-    """Once a process: the checksum of a large file takes seconds."""
+    """Cached per process: the checksum of a large file takes seconds."""
     return cached_import(Path(path))
 
 
 @functools.cache
 def _fetched(name: str, weights: bool) -> Path:
-    """Once a process, so that all of a run has the same files."""
+    """Cached per process, so that a run uses the same files throughout."""
     # imported here: directories need none of it
     import huggingface_hub
 
@@ -61,19 +61,17 @@ def _fetched(name: str, weights: bool) -> Path:
 
 
 class HfConfig:
-    """One ``config.json``. Methods raise ``ConfigError`` for what is absent or of the wrong type.
-
-    What is there but cannot be built is collected: `check` raises it all at once.
+    """One ``config.json``. Raises ``ConfigError`` for missing values and wrong types; `check` for unsupported settings.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        """``prefix`` is put before the keys in messages, where ``values`` are part of another mapping."""
+        """``prefix``: printed before keys, if ``values`` are part of another mapping."""
         self.path = path
         self._values, self._prefix = values, prefix
         self._problems: list[str] = []
 
     def within(self, key: str) -> HfConfig:
-        """Return the mapping in ``key``, empty where it is absent; `check` covers what is refused there."""
+        """Return the mapping in ``key``, empty if missing; `check` covers its unsupported settings too."""
         values = self.get(key, {})
         self._valid(key, values, isinstance(values, Mapping), "a mapping")
         part = HfConfig(self.path, values, f"{self._prefix}{key}.")
@@ -82,15 +80,15 @@ class HfConfig:
 
     @property
     def names(self) -> list[str]:
-        """The keys that have a value."""
+        """Keys with a value."""
         return [key for key, value in self._values.items() if value is not None]
 
     def has(self, key: str) -> bool:
-        """Return whether it is there, be it ``null``."""
+        """Return whether the key exists, even as ``null``."""
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value as it stands there; ``null`` counts as absent."""
+        """Return the raw value; ``null`` counts as missing."""
         value = self._values.get(key)
         return default if value is None else value
 
@@ -116,32 +114,31 @@ class HfConfig:
         return self._valid(key, value, isinstance(value, bool), "true or false")
 
     def expect(self, key: str, *allowed: Any, why: str) -> None:
-        """Refuse anything but ``allowed`` (or nothing) in ``key``: a feature that is not built."""
+        """Refuse values in ``key`` other than ``allowed`` (or none), as unsupported."""
         value = self.get(key)
         if value is not None and value not in allowed:
             self.refuse(key, value, why)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
-        """Note that ``key`` asks for something that is not built."""
+        """Record that ``key`` has an unsupported value."""
         shown = cut(json.dumps(value), _LONGEST_VALUE)
         self._problems.append(f"{self.path}: {self._prefix}{key} {shown} is not built here: {why}")
 
     def rotated_share(self, default: float = 1.0) -> float:
-        """Return the part of each head that is rotated: 1 is all of it."""
+        """Return the rotated part of each head; 1 is all of it."""
         share = self.within("rope_parameters").get("partial_rotary_factor", self.get("partial_rotary_factor", default))
         fits = _is_number(share) and 0 < share <= 1
         return float(self._valid("partial_rotary_factor", share, fits, "a number above 0 and at most 1"))
 
     def base(self, key: str, default: float | None = None) -> int:
-        """Return the base of rotary frequencies: a whole number, however it is written."""
+        """Return the base of rotary frequencies, an integer in any notation."""
         base = self._present(key, default)
         fits = _is_number(base) and base >= 1 and base == int(base)
         return int(self._valid(key, base, fits, "a whole number above 0"))
 
     def windows(self, num_layers: int, every: int, size: int | None = None) -> dict[str, Any]:
-        """Return settings of layers with a sliding window, which ``layer_types`` lists; else one in ``every`` has none.
-
-        ``size`` is the family's default.
+        """Return the settings of windows: of ``layer_types``, else of all but one layer in ``every``; ``size``:
+        default.
         """
         if num_layers > MOST_LAYERS:
             return {}  # refused elsewhere, before anything is as long
@@ -162,7 +159,7 @@ class HfConfig:
         return settings | {"window_attn_skip_freq": max(2, first)}
 
     def layer_types(self, num_layers: int, other: str | None = None) -> None:
-        """Expect one kind for each layer where they are listed: full attention, or ``other``."""
+        """Check that listed layers have full attention, or the kind ``other``."""
         for kind in sorted(set(self._layer_types(num_layers) or ()) - {"full_attention", other}):
             self.refuse("layer_types", kind, f"layers are {' or '.join(filter(None, ('full_attention', other)))}")
 
@@ -180,7 +177,7 @@ class HfConfig:
         return kinds
 
     def check(self) -> None:
-        """Raise everything that was refused."""
+        """Raise all refused settings."""
         if self._problems:
             raise ConfigError(self._problems)
 
@@ -198,17 +195,17 @@ class HfConfig:
 
 
 def _is_number(value: Any) -> bool:
-    # JSON as Python reads it has NaN, Infinity, and whole numbers that no float holds.
+    # Python's JSON parser accepts NaN, Infinity, and integers beyond float.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _BEYOND_ANY_MODEL
 
 
 def end_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """Return ``eos_token_id`` of ``config.json`` and ``generation_config.json``; empty where they say nothing.
+    """Return ``eos_token_id`` of ``config.json`` and ``generation_config.json``; empty if missing.
 
     A number, or a list in Llama 3.1 and Qwen2.5 Instruct.
 
     Raises:
-        ConfigError: it is something else, or ``generation_config.json`` is not a JSON object.
+        ConfigError: another type, or ``generation_config.json`` is not a JSON object.
     """
     found: dict[int, None] = {}
     for name in ("config.json", "generation_config.json"):
@@ -226,7 +223,7 @@ def end_token_ids(directory: str | Path) -> tuple[int, ...]:
 
 
 def read_object(path: Path, fault: Callable[[str], Exception] = lambda line: ConfigError([line])) -> dict[str, Any]:
-    """Read the JSON object in a file that was published with a model; raises ``fault`` of a line if there is none."""
+    """Read the JSON object in a model's file; raises ``fault(line)`` if it is not one."""
     try:
         values = read_json(path)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""The structure of a model, known once: parameters, linears and KV cache of one rank, by arithmetic alone.
+"""The structure of a model by arithmetic: parameters, linears and KV cache of one rank.
 
-`GPTModel` as built is held to it by `tests/unit/families/test_layout.py`; see docs/architecture.md.
+`tests/unit/families/test_layout.py` compares it with `GPTModel`; see docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_rl.families.blocks import blocks_of
 from megatron_rl.families.parts import EMBEDDING, HEAD, LayerCache, Linear, Parameter, Part, StateCache, norm
 
 Head = Literal["vocabulary", "value"]
-"""Logits, or the one number of a critic."""
+"""Logits, or a critic's value."""
 
 
 def own_name(name: str) -> str:
-    """Return the layer's own name: norms are fused into layers of Transformer Engine, and separate without it."""
+    """Return the name of a norm outside of Transformer Engine, which fuses norms into linears."""
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
@@ -28,7 +28,7 @@ class Layer:
     """A decoder layer."""
 
     index: int
-    """From 0, over the whole model."""
+    """Index in the whole model, from 0."""
     parts: tuple[Part, ...]
     """In megatron's order."""
     cache: LayerCache | StateCache
@@ -36,25 +36,25 @@ class Layer:
 
     @property
     def linears(self) -> list[Linear]:
-        """Attention's and the MLP's, or every expert's; the router is none of them."""
+        """Linears of attention and MLP or experts, without the router."""
         return [part for part in self.parts if isinstance(part, Linear)]
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The part of a model that one rank holds. All ranks of a stage hold as much."""
+    """The part of a model on one rank; equally large on all ranks of a stage."""
 
     architecture: Architecture
     padded_vocab_size: int
     """Rows of embedding and head over all tensor-parallel ranks."""
     tensor_size: int
     layers: tuple[Layer, ...]
-    """This stage's, chunk by chunk."""
+    """Of this stage, chunk by chunk."""
     stages: Stages
     before: tuple[Parameter, ...]
-    """The embedding, on the first stage."""
+    """Embedding, on the first stage."""
     after: tuple[Parameter, ...]
-    """Final norm and head, on the last stage; a tied head is there, under the embedding's name, where that is not."""
+    """Final norm and head, on the last stage; a tied head, with the embedding's name, only without the embedding."""
     is_first: bool
     is_last: bool
     head: Head = "vocabulary"
@@ -96,12 +96,12 @@ class ModelLayout:
 
     @property
     def is_tied(self) -> bool:
-        """The head's weight is the embedding's."""
+        """Whether the head's weight is the embedding's."""
         return self.head == "vocabulary" and not self.architecture.untie_embeddings_and_output_weights
 
     @property
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters, in the order of ``named_parameters`` of this rank's chunks."""
+        """Parameters in the order of ``named_parameters`` of this rank's chunks."""
         yield from self.before
         for layer in self.layers:
             for part in layer.parts:
@@ -110,41 +110,41 @@ class ModelLayout:
 
     @property
     def linears(self) -> list[Linear]:
-        """The linears of all decoder layers; embedding and head are none of them."""
+        """The linears of all decoder layers, without embedding and head."""
         return [linear for layer in self.layers for linear in layer.linears]
 
     @property
     def expert_id_bytes(self) -> int:
-        """One, with 256 experts or more two: the largest number is no expert's."""
+        """Bytes of an expert number: 1, or 2 from 256 experts on, because the largest number means "unknown"."""
         return 1 if (self.architecture.num_experts or 0) < 256 else 2
 
     @property
     def expert_bytes(self) -> int:
-        """The bytes of the experts of a token in a layer (`--rl-router-replay`)."""
+        """Bytes of a token's expert numbers in a layer (`--rl-router-replay`)."""
         return self.architecture.moe_router_topk * self.expert_id_bytes
 
     @property
     def most_layers(self) -> int:
-        """The number of layers of the stage that has the most."""
+        """Largest number of layers of a stage."""
         return max(self.stages.sizes(self.architecture.num_layers))
 
     @property
     def routing_bytes(self) -> int:
-        """`expert_bytes` of all layers, where there are the most."""
+        """`expert_bytes` of all layers of the largest stage."""
         return self.most_layers * self.expert_bytes
 
     @property
     def key_layers(self) -> list[Layer]:
-        """The layers that keep keys and values; at least one."""
+        """Attention layers; at least one."""
         return [layer for layer in self.layers if isinstance(layer.cache, LayerCache)]
 
     @property
     def state_layers(self) -> list[Layer]:
-        """The layers that keep a recurrent state."""
+        """Layers with a recurrent state."""
         return [layer for layer in self.layers if isinstance(layer.cache, StateCache)]
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a sequence's states on the stage with the most; inputs take ``itemsize`` bytes each."""
+        """Return the bytes of a sequence's states on the largest stage; convolution inputs have ``itemsize`` bytes."""
         model = self.architecture
         sizes = [cache_of(kind, model, self.tensor_size).state_bytes(itemsize) for kind in model.kinds]
         return max(sum(sizes[layer] for chunk in stage for layer in chunk) for stage in self._stages)
@@ -154,13 +154,13 @@ class ModelLayout:
         return (self.stages.layers_of(stage, self.architecture.num_layers) for stage in range(self.stages.count))
 
     def cache_numbers(self, tokens: int) -> int:
-        """Return what all layers keep of a sequence of ``tokens``, on one rank."""
+        """Return the cached numbers of a sequence of ``tokens``, on one rank."""
         return sum(layer.cache.numbers(tokens) for layer in self.layers)
 
     def slot_numbers(self, tokens: int) -> int:
-        """Return the same on the stage that keeps the most: all stages give a sequence as much room.
+        """Return `cache_numbers` of the stage with the most.
 
-        So their caches hold as many sequences, and their schedulers decide alike.
+        All stages reserve as much, so their caches hold equally many sequences, and their schedulers decide alike.
         """
         model = self.architecture
         numbers = [cache_of(kind, model, self.tensor_size).numbers(tokens) for kind in model.kinds]
@@ -168,7 +168,7 @@ class ModelLayout:
 
 
 def cache_of(kind: LayerKind, model: Architecture, ranks: int) -> LayerCache | StateCache:
-    """Return what a layer of ``kind`` keeps on each of ``ranks`` tensor-parallel ranks."""
+    """Return the cache of a layer of ``kind`` on each of ``ranks`` tensor-parallel ranks."""
     mixer, _ = blocks_of(kind)
     return mixer.cache(model, ranks)
 

@@ -1,9 +1,9 @@
-"""Low-rank adapters: which matrices have one, and what it consists of. Without torch.
+"""LoRA adapters: adapted matrices and their parts, without torch.
 
-W' = W + s B A (LoRA, arXiv 2106.09685), s = alpha / rank. A fused linear is several matrices in Hugging Face's files
-and PEFT's: it has an A [rank, inputs] for each of them, one below the other, and a single B [outputs, rank]. Every row
-of a linear belongs to one matrix, so B is cut over ranks, loaded and exported like the rows of the weight. Example,
-gate and up projection of width 3 with rank 2, 4 inputs::
+W' = W + s B A (arXiv 2106.09685), s = alpha / rank. A fused linear is several matrices in the files of Hugging Face and
+PEFT: it has an A [rank, inputs] for each of them, stacked, and a single B [outputs, rank]. Every row of a linear
+belongs to one matrix, so B is split, loaded and exported like the weight's rows. Example, gate and up projection of
+width 3 with rank 2, 4 inputs::
 
     A [4, 4]   2 rows of gate_proj, 2 of up_proj        B [6, 2]   3 rows of gate_proj, 3 of up_proj
 """
@@ -19,7 +19,7 @@ from megatron_rl.families.layout import Layer, ModelLayout
 from megatron_rl.families.parts import Linear, Parameter
 
 GROUPS = ("all", "attention", "mlp", "experts")
-"""Targets that stand for many linears; routed experts are no part of ``mlp``."""
+"""Targets for several linears; ``mlp`` does not include routed experts."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Lora:
     """The adapters of a model."""
 
     rank: int
-    """Of an expert that is one of k for a token: rank / k, at least 1."""
+    """An expert, one of k per token, has rank / k, at least 1."""
     alpha: float
     targets: tuple[str, ...]
     dropout: float = 0.0
@@ -35,13 +35,13 @@ class Lora:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The adapter of one linear, or of one expert's."""
+    """The adapter of one linear, or of one expert's linear."""
 
     linear: Linear
     matrices: tuple[str, ...]
-    """The linear's matrices by their names in Hugging Face's files, from top to bottom: q_proj, k_proj, v_proj."""
+    """The linear's matrices by Hugging Face name, in row order: q_proj, k_proj, v_proj."""
     adapted: tuple[str, ...]
-    """Those of them that have an A."""
+    """Matrices with an A."""
     rank: int
     scale: float
 
@@ -64,7 +64,7 @@ class LowRank:
 
     @property
     def owners(self) -> list[tuple[int, int]]:
-        """The rows of B from top to bottom: whose they are, by the place in ``adapted`` or -1, and how many."""
+        """Rows of B in order: (index in ``adapted`` or -1, number of rows)."""
         stripes = self.linear.stripes or ((self.matrices[0], self.linear.outputs),)
         place = {name: index for index, name in enumerate(self.adapted)}
         times = self.linear.outputs // sum(rows for _, rows in stripes)
@@ -72,7 +72,7 @@ class LowRank:
 
     @property
     def narrowest(self) -> tuple[str, int]:
-        """The adapted matrix with the lowest possible rank, and that rank: the smaller of its width and height."""
+        """The adapted matrix with the lowest possible rank, and that rank: its smaller dimension."""
         rows = dict.fromkeys(self.adapted, 0)
         for place, count in self.owners:
             if place >= 0:
@@ -81,7 +81,7 @@ class LowRank:
 
 
 def adapters_of(layout: ModelLayout, lora: Lora) -> list[LowRank]:
-    """Return what one rank has, in the order of the layout's linears."""
+    """Return one rank's adapters, in the order of the layout's linears."""
     top_k = layout.architecture.moe_router_topk
     return [
         LowRank(linear, matrices, adapted, rank, lora.alpha / rank)
@@ -93,7 +93,7 @@ def adapters_of(layout: ModelLayout, lora: Lora) -> list[LowRank]:
 
 
 def known_targets(layout: ModelLayout) -> list[str]:
-    """Return all that a flag may name: groups that the model has, megatron's linears, Hugging Face's matrices."""
+    """Return all valid targets: the model's groups, megatron's linears, Hugging Face's matrices."""
     found = dict.fromkeys(("all",))
     for layer in layout.layers:
         for linear, matrices in _matrices(layer):

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: ``adapter_config.json`` and the tensors of ``adapter_model.safetensors``. Without torch."""
+"""LoRA adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``. Without torch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _FREE = frozenset((
     "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "megatron_core",
     "qalora_group_size", "runtime_config", "eva_config",
 ))  # fmt: skip
-"""Settings that are read, that the tensors show, or that nothing built depends on."""
+"""Settings that are read, follow from the tensors, or have no effect here."""
 _BUILT: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
     "alpha_pattern": ({},), "loftq_config": ({},), "modules_to_save": ([],), "layers_to_transform": ([],),
     "target_parameters": ([],),
 }  # fmt: skip
-"""Values that leave W + s B A; PiSSA and others also change W. Any other setting must be null or false."""
+"""Supported values, which leave W + s B A (PiSSA and others also change W). Other settings must be null or false."""
 
 
 def settings_of(directory: str | Path) -> dict[str, Any]:
-    """Return what ``--lora-rank``, ``--lora-alpha`` and ``--lora-targets`` are of an adapter in PEFT's format.
+    """Return the ``--lora-rank``, ``--lora-alpha`` and ``--lora-targets`` of a PEFT adapter.
 
     Raises:
-        ConfigError: there is none, it is damaged, or asks for what is not built; one line.
+        ConfigError: missing, damaged, or unsupported; one line.
     """
     path = Path(directory) / CONFIG_FILE
     try:
@@ -66,13 +66,13 @@ def settings_of(directory: str | Path) -> dict[str, Any]:
 
 
 def lora_at(directory: str | Path) -> Lora:
-    """Return the adapters that a directory in PEFT's format holds; raises as `settings_of`."""
+    """Return the adapters of a PEFT directory; raises like `settings_of`."""
     found = settings_of(directory)
     return Lora(found["lora_rank"], found["lora_alpha"], found["lora_targets"], 0.0)
 
 
 def config_of(lora: Lora, parts: list[LowRank], base: str) -> dict[str, Any]:
-    """Return ``adapter_config.json`` of the adapters ``parts``; ``base`` is the model's directory or name."""
+    """Return ``adapter_config.json`` for ``parts``; ``base``: the model's directory or name."""
     ranks = {rf"experts\.\d+\.{name}": p.rank for p in parts if p.rank != lora.rank for name in p.adapted}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
@@ -82,7 +82,7 @@ def config_of(lora: Lora, parts: list[LowRank], base: str) -> dict[str, Any]:
 
 
 def adapter_entries(layout: ModelLayout, lora: Lora, weights: WeightMap) -> Iterator[tuple[Parameter, Entry]]:
-    """Yield each A and B of a rank and the PEFT tensors that it is made of; ``weights`` are those of the family."""
+    """Yield each A and B of a rank with its PEFT tensors; ``weights``: those of the family."""
     for part in adapters_of(layout, lora):
         weight = weights[f"decoder.{part.linear.name}.weight"]
         if any(piece.index is not None for piece in weight.order):
@@ -93,7 +93,7 @@ def adapter_entries(layout: ModelLayout, lora: Lora, weights: WeightMap) -> Iter
         a, b = _ENDINGS
         yield part.a, Entry({names[own[name]] + a: (part.rank, part.linear.inputs) for name in part.adapted})
         shapes = {names[name] + b: (shape[0], part.rank) for name, shape in weight.tensors.items() if name in names}
-        # Rows of a matrix without an adapter are no tensor's, and 0.
+        # Rows of matrices without an adapter are 0 and not stored.
         order = tuple(
             replace(piece, tensor=names[piece.tensor] + b if piece.tensor in names else None) for piece in weight.order
         )
@@ -101,7 +101,7 @@ def adapter_entries(layout: ModelLayout, lora: Lora, weights: WeightMap) -> Iter
 
 
 def file_problems(directory: Path, layout: ModelLayout, lora: Lora, weights: WeightMap) -> list[str]:
-    """Return one line for each way in which the tensors of an adapter are not those of ``lora`` on this model."""
+    """Return one line per difference between an adapter's tensors and ``lora`` on this model."""
     try:
         stored = stored_tensors(directory)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Rotary positions as a ``config.json`` has them, in the words of our flags.
+"""Rotary position settings of ``config.json`` as flags.
 
 transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.families.hf_config import HfConfig
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
+"""Constants of Megatron's --use-rope-scaling: those of Llama 3.1 to 3.3."""
 _KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -22,16 +22,15 @@ _KEYS = {
         "mscale_all_dim", "truncate",
     ),
 }  # fmt: skip
-"""Type of a rotation -> what it reads, beside its base. Other types (dynamic, longrope, su) are refused."""
+"""Rotation type -> its settings, beside the base. Other types (dynamic, longrope, su) are refused."""
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Read elsewhere; and how positions in images are rotated, which in text makes no difference."""
+"""Read elsewhere, or only relevant for images (mrope)."""
 
 
 def read_rotation(config: HfConfig, base: float = 10000.0) -> dict[str, Any]:
-    """Return the settings of a model whose layers all have one rotation; ``base`` is the family's default.
+    """Return the settings of a model with one rotation for all layers; ``base``: the family's default.
 
-    Of a file with ``rope_parameters`` and ``rope_scaling`` transformers reads the latter alone, so they must say the
-    same.
+    Given both ``rope_parameters`` and ``rope_scaling``, transformers reads only the latter, so they must agree.
     """
     keys = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)] or ["rope_scaling"]
     first, *others = [_one_rotation(config, config.within(key), base) for key in keys]
@@ -48,10 +47,10 @@ def _one_rotation(config: HfConfig, rope: HfConfig, base: float) -> dict[str, An
 
 
 def rotations_by_kind(config: HfConfig, base: float, local_base: float) -> dict[str, Any]:
-    """Return the settings where layers with a window have a rotation of their own; the bases are defaults.
+    """Return the settings of models with another rotation in window layers; the bases are defaults.
 
-    transformers 5 writes ``rope_parameters`` for each kind of layer, older files have ``rope_theta`` and
-    ``rope_scaling`` of the layers without a window.
+    transformers 5 writes ``rope_parameters`` per kind of layer; in older files ``rope_theta`` and ``rope_scaling`` are
+    of layers without a window.
     """
     by_kind = config.within("rope_parameters")
     whole, local = by_kind.within("full_attention"), by_kind.within("sliding_attention")
@@ -66,7 +65,7 @@ def rotations_by_kind(config: HfConfig, base: float, local_base: float) -> dict[
 
 
 def scaling_of(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
-    """Return how ``rope``, a mapping in ``config``, changes the frequencies; nothing of a type is passed over."""
+    """Return the settings of the frequency scaling in ``rope``, a mapping of ``config``; refuses unsupported ones."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KEYS:
         rope.refuse("rope_type", kind, f"positions are unscaled, or scaled by {', '.join(list(_KEYS)[1:])}")
@@ -85,7 +84,7 @@ def scaling_of(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
 
 
 def _yarn(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
-    """As transformers' ``_compute_yarn_parameters`` understands it."""
+    """Interpret like transformers' ``_compute_yarn_parameters``."""
     positions = config.whole("max_position_embeddings")
     key = "original_max_position_embeddings"
     original = config.whole(key, rope.whole(key, positions))
@@ -102,12 +101,12 @@ def _yarn(config: HfConfig, rope: HfConfig) -> dict[str, Any]:
 
 
 def _amplitude(rope: HfConfig, factor: float) -> dict[str, float]:
-    """Megatron multiplies cos and sin by (1 + 0.1 mscale ln factor) / (1 + 0.1 mscale_all_dim ln factor)."""
-    given, mscale, of_all = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
+    """Return Megatron's factors of cos and sin: (1 + 0.1 mscale ln factor) / (1 + 0.1 mscale_all_dim ln factor)."""
+    factor_given, mscale, of_all = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if factor_given is not None:
         amplitude = rope.number("attention_factor")
         if factor <= 1 and amplitude != 1:
-            rope.refuse("attention_factor", given, "with a factor of 1 it is 1")
+            rope.refuse("attention_factor", factor_given, "with a factor of 1 it is 1")
             return {}
         return {"mscale": (amplitude - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0, "mscale_all_dim": 0.0}
     if mscale and of_all:

@@ -1,7 +1,7 @@
-"""Where the numbers of a megatron parameter lie in the tensors of a Hugging Face checkpoint.
+"""Mapping of megatron parameters to the tensors of a Hugging Face checkpoint.
 
-One description serves both ways. It says, for a tensor-parallel rank, which blocks of which tensors its part of
-a parameter consists of, from top to bottom. Worked example, a gated MLP of width 6 on the second of two ranks::
+One description serves loading and saving: for a tensor-parallel rank, the blocks of tensors that form its part of a
+parameter, in row order. Example, a gated MLP of width 6 on the second of two ranks::
 
     linear_fc1.weight   gate_proj.weight[3:6]
                         up_proj.weight[3:6]
@@ -29,27 +29,27 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one tensor that lie side by side in a parameter too."""
+    """Consecutive rows of a parameter from one tensor."""
 
     tensor: str | None
-    """None: no tensor has them, they are padding and zero."""
+    """None: zero padding."""
     rows: Rows
     columns: Rows | None = None
-    """None: all of them, or there are none."""
+    """None: all, or the tensor has no columns."""
     step: int = 1
-    """Every so-manieth of the rows: 2 where gate and up projection take turns."""
+    """Row stride; 2 where gate and up rows alternate."""
     index: int | None = None
-    """Of a tensor that is a stack, such as of all experts: which of its parts."""
+    """Index in a stacked tensor, e.g. the expert."""
     transposed: bool = False
-    """Rows and columns are the parameter's; the tensor has them the other way round."""
+    """The tensor is transposed; rows and columns are the parameter's."""
 
     @property
     def height(self) -> int:
-        """The number of rows that it fills."""
+        """Number of rows that it fills."""
         return -(-(self.rows[1] - self.rows[0]) // self.step)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a view of its numbers in the ``whole`` tensor, as the parameter has them."""
+        """Return a view of the piece in the ``whole`` tensor, in the parameter's orientation."""
         part = whole if self.index is None else whole[self.index]
         part = part.t() if self.transposed else part
         rows = part[slice(*self.rows, self.step)]
@@ -58,17 +58,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """The tensors that a parameter is made of."""
+    """The tensors of a parameter."""
 
     tensors: dict[str, tuple[int, ...]]
     """Name -> shape."""
     order: tuple[Piece, ...] = field(default=(), repr=False)
-    """Rows of the whole parameter; without it one tensor after the other."""
+    """Rows of the whole parameter; empty: the tensors one after the other."""
 
     def pieces(self, parameter: Parameter, rank: int = 0) -> list[Piece]:
-        """Return what the part of tensor-parallel rank ``rank`` consists of, from top to bottom.
-
-        ``parameter`` is that of the layout in question: it says how ranks share it, and how many rows it is padded to.
+        """Return the pieces of tensor-parallel ``rank`` in row order, as ``parameter`` is padded and split in this
+        layout.
         """
         whole = list(self.order or (Piece(name, (0, shape[0])) for name, shape in self.tensors.items()))
         if parameter.cut == "columns":
@@ -87,16 +86,16 @@ class Entry:
 
 
 class WeightMap(dict[str, Entry]):
-    """Parameter's name -> what it is made of; layers and experts counted over all ranks."""
+    """Parameter name (with global layer and expert numbers) -> its tensors."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the Hugging Face checkpoint and its shape."""
+        """All tensors of the Hugging Face checkpoint with their shapes."""
         return {name: shape for entry in self.values() for name, shape in entry.tensors.items()}
 
     @property
     def stacked_matrices(self) -> frozenset[str]:
-        """The tensors that are a matrix for each expert, transposed: [E, K, N]."""
+        """Tensors with a transposed matrix per expert: [E, K, N]."""
         pieces = (piece for entry in self.values() for piece in entry.order)
         return frozenset(piece.tensor for piece in pieces if piece.transposed and piece.index is not None)
 
@@ -109,7 +108,7 @@ def _share(rows: Rows, rank: int, size: int) -> Rows:
 
 
 def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """The part of ``pieces`` that fills rows ``start`` to ``stop`` of the parameter."""
+    """Yield the parts of ``pieces`` in rows ``start`` to ``stop`` of the parameter."""
     offset = 0
     for piece in pieces:
         first, last = max(start, offset), min(stop, offset + piece.height)
@@ -126,7 +125,7 @@ _NAMES = {
 
 
 def decoder_weights(model: Architecture, renamed: Mapping[str, str] = MappingProxyType({})) -> WeightMap:
-    """Name the weights as Llama does, like all families derived from it; ``renamed`` are parts called otherwise."""
+    """Return the weights by Llama's names, as in all families derived from it; ``renamed``: parts with other names."""
     blocks = [block.names for kind in set(model.kinds) for block in blocks_of(kind)]
     names = ChainMap(dict(renamed), *map(dict, blocks), _NAMES)
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")
@@ -145,7 +144,7 @@ def _entry(parameter: Parameter, in_theirs: Callable[[str], str]) -> Entry:
     height, *width = parameter.shape
     times = height // sum(rows for _, rows in stripes)
     ends: dict[str, int] = {}
-    turn = []  # of what a tensor gives twice to a turn, all that comes first lies first
+    turn = []  # a tensor may own two row ranges per repeat; it stores all first ranges, then all second ones
     for name, rows in stripes:
         turn.append((name, ends.get(name, 0), rows))
         ends[name] = ends.get(name, 0) + times * rows

@@ -1,4 +1,4 @@
-"""The running batch on the device, one row a sequence, updated in place; and what the host reads of it."""
+"""The running batch on the device, one row per sequence, and the processing of its output on the host."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from megatron_rl.sampling import find_stop
 from megatron_rl.types import FinishReason, SamplingParams, TokenScore
 
 DecodeText = Callable[[ListOf[int], ListOf[str]], str]
-"""Takes ids and the stop strings that their text is searched for: special tokens in those are then part of it."""
+"""Decodes token ids. Special tokens become text if one of the given stop strings contains them."""
 
 
 class BatchState:
-    """Static buffers, [rows] each; a step reads and writes views of the first N rows.
+    """Static per-row buffers; a step reads and writes views of the first N rows.
 
-    ``position`` is where ``token`` (drawn, not yet fed) goes; ``count`` is how many tokens the row has produced since
-    its prefill, ``limit`` how many it may. ``tokens`` and ``logprobs`` are [rows, max_new + 1]; the last column takes
-    the writes of rows that have ended.
+    ``token`` [rows] was drawn last and is fed next, at ``position``. ``count``: tokens drawn since the prefill, at most
+    ``limit``. ``tokens`` and ``logprobs`` are [rows, max_new + 1]; ended rows write to the last column.
     """
 
     def __init__(self, rows: int, max_new_tokens: int, is_stop: torch.Tensor, paged: bool = False) -> None:
-        """``is_stop`` [V] bool marks end tokens; ``paged``: a row without a sequence has no place of its own."""
+        """``is_stop`` [V] bool marks end tokens; ``paged``: the KV cache has blocks, so a row owns no memory in it."""
         self.device = device = is_stop.device
         self.is_stop = is_stop
         self.paged = paged
@@ -42,10 +41,10 @@ class BatchState:
         self.min_p = torch.zeros(rows, device=device)
         self.bias: torch.Tensor | None = None
         self.divisor: torch.Tensor | None = None
-        """[rows, V] fp32 each, from the first sequence on that needs them."""
+        """[rows, V] fp32 each; allocated when the first sequence needs them."""
         self.top_ids: torch.Tensor | None = None
         self.top_logprobs: torch.Tensor | None = None
-        """[rows, MOST_SCORED] of each row's last token, from the first sequence on that wants them."""
+        """[rows, MOST_SCORED], for each row's last token; allocated when the first request wants them."""
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.alive = torch.zeros(rows, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(rows, max_new_tokens + 1, dtype=torch.int64, device=device)
@@ -53,16 +52,16 @@ class BatchState:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """List the tensors that have an entry for each row."""
+        """Return all per-row tensors."""
         return [held for held in vars(self).values() if isinstance(held, torch.Tensor) and held is not self.is_stop]
 
     def reset(self) -> None:
-        """Empty all rows: idle ones are computed, too, and an expert's rounding depends on how many rows it has."""
+        """Reset all rows. Idle rows are computed too, and in experts the row count affects rounding."""
         for held in self.buffers:
             held.fill_(any(held is one for one in (self.temperature, self.top_p, self.divisor)))
 
     def begin(self, sequences: ListOf[Sequence], rows: torch.Tensor) -> None:
-        """Start ``sequences`` in their ``rows`` [N]: their prompts are in the cache, nothing is drawn yet."""
+        """Start ``sequences`` in ``rows`` [N]: their prompts are in the cache, and no token has been drawn."""
         params = [sequence.request.sampling for sequence in sequences]
         self.count[rows] = 0
         self.alive[rows] = True
@@ -87,19 +86,19 @@ class BatchState:
         biases = [guide and guide.bias(s.output_ids) for guide, s in zip(guides, sequences, strict=True)]
         self.set_biases(rows, biases, [guide and guide.divisor for guide in guides])
 
-    def make_room_for_scores(self) -> None:
-        """Have the buffers that `note` writes: CUDA graphs know their addresses."""
+    def allocate_scores(self) -> None:
+        """Allocate the buffers of `store_scores`, once: CUDA graphs hold their addresses."""
         if self.top_ids is None:
             shape = len(self.token), min(MOST_SCORED, self.is_stop.numel())
             self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
             self.top_logprobs = torch.zeros(shape, device=self.device)
 
-    def note(self, rows: slice | torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Keep the likeliest tokens of the draw that ``rows`` do now."""
+    def store_scores(self, rows: slice | torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Store ids and log-probs [N, MOST_SCORED] of the likeliest tokens of ``rows``."""
         self.top_ids[rows], self.top_logprobs[rows] = ids, logprobs
 
-    def make_room_for_biases(self, divides: bool) -> None:
-        """Have the buffers that `set_biases` writes: CUDA graphs know their addresses."""
+    def allocate_biases(self, divides: bool) -> None:
+        """Allocate the buffers of `set_biases`, once: CUDA graphs hold their addresses."""
         shape = len(self.token), self.is_stop.numel()
         if self.bias is None:
             self.bias = torch.zeros(shape, device=self.device)
@@ -109,14 +108,14 @@ class BatchState:
     def set_biases(
         self, rows: torch.Tensor, biases: ListOf[torch.Tensor | None], divisors: ListOf[torch.Tensor | None]
     ) -> None:
-        """Write what changes the logits of ``rows``, [V] each; None is nothing."""
+        """Set bias and repetition divisor of ``rows``, [V] each; None resets to neutral."""
         for held, values, neutral in ((self.bias, biases, 0.0), (self.divisor, divisors, 1.0)):
             if held is not None:
                 nothing = torch.full((self.is_stop.numel(),), neutral)
                 held[rows] = torch.stack([nothing if value is None else value for value in values]).to(self.device)
 
     def sampling(self, rows: slice | torch.Tensor, modes: SamplingModes) -> SamplingTensors:
-        """Return how ``rows`` are sampled, as far as any request needs it."""
+        """Return the sampling parameters of ``rows``; those that no request needs are None."""
         return SamplingTensors(
             seeds=self.seed[rows],
             temperature=self.temperature[rows] if modes.tempered else None,
@@ -130,10 +129,10 @@ class BatchState:
         )
 
     def ahead(self, rows: int, steps: int, max_length: int, draws: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the first rows' next tokens go, if none of them ends, and the numbers that draw them.
+        """Return positions and random numbers of the next ``steps`` tokens of the first ``rows``.
 
-        ``[steps, rows]`` each: int64 below ``max_length``, and fp32 in (0, 1], which nobody may read unless ``draws``.
-        A row that has ended goes on behind its last token; what it writes there is never read.
+        ``[steps, rows]`` each: int64 below ``max_length``, and fp32 in (0, 1] (a placeholder unless ``draws``). The
+        positions assume that no row ends; the tokens of a row that does are ignored.
         """
         if self.position.is_cuda:
             from megatron_rl.inference.state_kernels import ahead
@@ -144,11 +143,10 @@ class BatchState:
         return positions, uniform(self.seed[:rows], positions + 1) if draws else positions
 
     def record(self, rows: slice | torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Append what k steps drew, [k, N] each, to ``rows`` and end those that stopped or are full.
+        """Append the tokens of k steps, [k, N] each, to ``rows``; rows with an end token or at their limit end.
 
-        A slice of rows begins at 0. Tokens drawn after a row's end go to the trash column. Nothing is read by the
-        host. What a row that has ended is fed next does not matter, but its position stays: it must not run out of the
-        cache.
+        A slice of rows begins at 0. Tokens after a row's end go to the trash column. The host does not wait. The
+        position of an ended row stays, so that it never runs out of the cache.
         """
         if self.position.is_cuda:
             from megatron_rl.inference.state_kernels import record
@@ -176,12 +174,12 @@ class BatchState:
         self.token[rows] = tokens[-1]
         self.alive[rows] = alive & (added < room) & ~ends.any(0)
 
-    def idle(self, rows: list[int], positions: list[int] | None = None) -> None:
-        """Mark rows as without a running sequence: they are computed until they are taken or left out.
+    def mark_idle(self, rows: list[int], positions: list[int] | None = None) -> None:
+        """Mark rows as idle: they are still computed until they are reused or beyond the batch.
 
-        They write to the cache meanwhile, at ``positions`` or where they stand: in a row of the cache behind its
-        sequence, whose beginning may be used again. Over blocks a row without a sequence goes on with one key, and not
-        with as many as it had.
+        Idle rows still write to the cache, at ``positions`` or else their current ones: in a cache of rows that is
+        behind the finished sequence, whose prefix may be reused. In a cache of blocks they restart at 0 to attend to
+        one key only.
         """
         rows = to_device(rows, self.device)
         self.alive[rows] = False
@@ -190,50 +188,44 @@ class BatchState:
         elif self.paged:
             self.position[rows] = 0
 
-    def exchange(self, pairs: ListOf[tuple[int, int]]) -> None:
-        """Let rows change places, so that what is idle stays idle (compaction)."""
+    def swap_rows(self, pairs: ListOf[tuple[int, int]]) -> None:
+        """Swap pairs of rows in every per-row buffer."""
         to_and_fro = [row for pair in pairs for row in pair], [row for pair in pairs for row in reversed(pair)]
         source, destination = to_device(to_and_fro, self.device)
         for buffer in self.buffers:
             buffer[destination] = buffer[source]
 
 
-class Look(NamedTuple):
-    """Which rows have ended as of a moment of the device's work, not read yet."""
+class PendingFlags(NamedTuple):
+    """Alive flags and counts on the device, not yet copied to the host."""
 
     flags: torch.Tensor
-    """[2, rows] int64: whether a row is alive, and its count."""
-    moment: torch.cuda.Event | None
-    """None on a CPU, where it has passed."""
+    """[2, rows] int64: alive (0 or 1), and count."""
+    ready: torch.cuda.Event | None
+    """Recorded after the flags were computed; None on a CPU."""
 
 
 class OutputProcessor:
-    """Reads tokens and log-probs of rows, and finds the end of their sequences.
-
-    On CUDA it reads on a stream of its own, which waits for a `Look` and for nothing that was enqueued behind it.
-    """
+    """Copies tokens to the host, on CUDA on its own stream after a `PendingFlags`, and finds where sequences end."""
 
     def __init__(self, state: BatchState, stop_ids: Collection[int], decode_text: DecodeText) -> None:
         self._state = state
         self._stop_ids = frozenset(stop_ids)
         self._decode_text = decode_text
-        # With priority: its few small kernels come between those of a decode step, not after them.
+        # High priority: its few small kernels run between those of a decode step, not after them.
         self._stream = torch.cuda.Stream(state.device, priority=-1) if state.device.type == "cuda" else None
 
-    def look(self, running: ListOf[Sequence]) -> Look:
-        """Note on the device which rows of ``running`` have ended by now."""
+    def snapshot_flags(self, running: ListOf[Sequence]) -> PendingFlags:
+        """Copy alive flags and counts of the ``running`` rows on the device."""
         state, height = self._state, max(sequence.row for sequence in running) + 1
         flags = torch.stack((state.alive[:height].long(), state.count[:height]))
-        return Look(flags, None if self._stream is None else torch.cuda.current_stream().record_event())
+        return PendingFlags(flags, None if self._stream is None else torch.cuda.current_stream().record_event())
 
-    def finish(self, running: ListOf[Sequence], look: Look) -> list[Sequence]:
-        """Read once which sequences had ended at the ``look``: those are finished, and their rows idle.
-
-        What their rows hold has not changed since.
-        """
+    def finish(self, running: ListOf[Sequence], pending: PendingFlags) -> list[Sequence]:
+        """Copy the flags to the host once, finish the sequences that had ended, and mark their rows idle."""
         state, finished, guided = self._state, [], []
-        with self._behind(look.moment):
-            alive, counts = look.flags.tolist()
+        with self._reading_after(pending.ready):
+            alive, counts = pending.flags.tolist()
             watched = [s for s in running if s.is_watched or not alive[s.row]]
             read = list(self._read(watched, [counts[s.row] for s in watched]))
         for sequence, token_ids, logprobs in read:
@@ -251,30 +243,30 @@ class OutputProcessor:
                 finished.append(sequence)
             elif sequence.guide is not None and not sequence.guide.is_constant:
                 guided.append((sequence.row, sequence.guide.bias(ids), sequence.guide.divisor))
-        self._leave(finished)
+        self._mark_idle(finished)
         if guided:
             rows, *values = zip(*guided, strict=True)
             state.set_biases(to_device(rows, state.device), *values)
         return finished
 
     @contextlib.contextmanager
-    def _behind(self, moment: torch.cuda.Event | None) -> Iterator[None]:
-        """Let reads in the block wait for what the device was given before ``moment`` alone."""
-        if moment is None:
+    def _reading_after(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Run device reads in the block on the side stream, after ``ready`` only."""
+        if ready is None:
             yield
             return
-        self._stream.wait_event(moment)
+        self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
             yield
 
     def save(self, preempted: ListOf[Sequence]) -> None:
-        """Read what preempted sequences have drawn: they go on from there when they are admitted again."""
+        """Read the tokens of preempted sequences, which continue from them when they are admitted again."""
         for sequence, token_ids, logprobs in self._read(preempted, [s.num_unread for s in preempted]):
             sequence.append(token_ids, logprobs)
-        self._leave(preempted)
+        self._mark_idle(preempted)
 
     def so_far(self, running: ListOf[Sequence]) -> list[tuple[int, ...]]:
-        """Return the tokens that each has drawn, which still count as unread."""
+        """Return the tokens of each sequence, without marking them as read."""
         return [s.output_ids + ids for s, ids, _ in self._read(running, [s.num_unread for s in running])]
 
     def _read(
@@ -288,17 +280,17 @@ class OutputProcessor:
                 yield sequence, tuple(token_ids[:count]), tuple(logprobs[:count])
 
     def _score(self, sequence: Sequence, logprob: float) -> TokenScore:
-        """Of its last token; the host reads each of them."""
+        """Return the likeliest tokens of the last position, which the host reads at every step."""
         row, most, state = sequence.row, sequence.request.hints.top_logprobs, self._state
         top = state.top_ids[row, :most].tolist(), state.top_logprobs[row, :most].tolist()
         return TokenScore(logprob, tuple(zip(*top, strict=True)))
 
-    def _leave(self, sequences: ListOf[Sequence]) -> None:
+    def _mark_idle(self, sequences: ListOf[Sequence]) -> None:
         if sequences:
-            self._state.idle([sequence.row for sequence in sequences])
+            self._state.mark_idle([sequence.row for sequence in sequences])
 
     def _ending(self, ids: tuple[int, ...], params: SamplingParams, alive: bool) -> tuple[int, FinishReason | None]:
-        """How many tokens belong to the sequence, and why it ended; no reason while it goes on."""
+        """Return how many tokens belong to the sequence, and its finish reason (None: still running)."""
         ends = (place for place, token in enumerate(ids, 1) if token in params.stop_token_ids)
         by_id = next(ends, None) if params.stop_token_ids else None
         ids, alive = ids[:by_id], alive and by_id is None
@@ -317,10 +309,10 @@ class OutputProcessor:
 def truncate_at_stop(
     token_ids: ListOf[int], stop: ListOf[str], decode: Callable[[ListOf[int]], str], min_tokens: int = 0
 ) -> int | None:
-    """Return how many tokens to keep so that the text just contains a stop string; None without one.
+    """Return the smallest number of tokens whose text contains a stop string; None without one.
 
-    The token that completes the stop string is kept: its log-prob belongs to the policy's choice. What is complete
-    within ``min_tokens`` does not count.
+    The token that completes the stop string is kept: the policy chose it. Stop strings that end within the first
+    ``min_tokens`` are ignored.
     """
     least = len(decode(token_ids[:min_tokens])) if min_tokens else 0
 

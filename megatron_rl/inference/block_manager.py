@@ -1,7 +1,7 @@
-"""Which blocks of the KV cache hold which sequence, and what of them can be used again: never touches a tensor.
+"""Assign blocks of the KV cache to sequences, and find cached prefixes. Plain Python, no tensors.
 
-    RowBlocks     every row has one block, as long as the longest sequence; common beginnings are copied
-    PagedBlocks   a sequence has a table of short blocks (paged_blocks.py); full blocks of a common beginning are shared
+    RowBlocks     every row has one block, as long as the longest sequence; common prefixes are copied
+    PagedBlocks   a sequence has a table of short blocks (paged_blocks.py); full blocks of a common prefix are shared
 """
 
 from __future__ import annotations
@@ -13,99 +13,93 @@ from typing import Protocol
 
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.sequence import Sequence
-from megatron_rl.inference.snapshots import AnyPosition, StateCopies
+from megatron_rl.inference.snapshots import StateCopies, TruncatableCache
 
 FEWEST_REUSED = 16
-"""A shorter common beginning is not worth a pass of its own."""
+"""Shorter common prefixes are not reused: they save less than the extra pass costs."""
 
 
 Copies = tuple[tuple[int, int, int], ...]
-"""What has to be copied in the cache, all at once so that two may exchange places: (from, to, tokens that matter).
+"""Copies in the cache, done at once, so that two blocks can be swapped: (source, destination, tokens).
 
-From and to are blocks, or rows where each row has one. The tokens are the first of a row.
+Source and destination are blocks, or rows in a cache of rows, of which the first ``tokens`` are copied.
 """
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The first ``count`` sequences have got a row and blocks."""
+    """The first ``count`` sequences were given a row and blocks."""
 
     count: int
     reused: int = 0
-    """Tokens at the beginning of their prompt that need not be computed again."""
+    """Cached prompt tokens."""
     copies: Copies = ()
-    """What brings them to the first sequence, and saves what others are to find from what is written now."""
+    """Bring the cached prefix to the first sequence, and save reusable prefixes that would be overwritten."""
     states: StateCopies = ()
-    """What brings the recurrent states after them."""
+    """Bring the recurrent states after the prefix."""
 
 
 class BlockManager(Protocol):
     """The interface between the scheduler and the blocks of the KV cache."""
 
     usage: tuple[int, int] = (0, 0)
-    """How many blocks sequences hold, and how many there are; of rows none."""
+    """Blocks held by sequences, and blocks in all; zeros for a cache of rows."""
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
-        """Return how many tokens at the beginning of a prompt need not be computed again."""
+        """Return how many tokens at the beginning of a prompt are cached."""
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
-        """Give ``free`` rows and blocks to as many of the ``sequences``, of one prompt, as possible; None: to none.
+        """Give rows and blocks to the first of ``sequences``, which share a prompt; None if not even one fits.
 
-        They must fit with ``lookahead`` tokens drawn. The first sequence of an empty cache always does.
+        Each must have room for its prompt and ``lookahead`` new tokens. An empty cache always fits one.
         """
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
-        """Return the copies that give a prompt of ``length`` tokens, computed for the first sequence, to the others."""
+        """Return the copies that give the prompt of the first sequence, ``length`` tokens, to the others."""
 
     def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> StateCopies:
-        """Note that the blocks of ``sequences`` hold their prompt by the time the next prompts are computed.
-
-        Returns the copy that keeps the recurrent states at its end.
-        """
+        """Register the prompt of ``sequences`` as cached; return the copy that snapshots the states at its end."""
 
     def extend(self, sequence: Sequence, length: int) -> bool:
         """Provide blocks for the first ``length`` tokens; False when there are too few. A row always has room."""
         return True
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
-        """Take the row back; its blocks hold ``token_ids``, which may be used again.
-
-        Returns the copy that keeps the recurrent states of a turn, which stand after these tokens.
-        """
+        """Release the row, whose blocks hold ``token_ids``; return the copy that snapshots the states after a turn."""
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        """Move sequences of at most ``length`` tokens between rows (from, to); returns the copies that this takes."""
+        """Move sequences of at most ``length`` tokens between rows (from, to); return the copies in the cache."""
 
     def changed_table(self) -> array | None:
         """Return the block table, row after row, if it has changed since the last call."""
 
     def clear(self) -> None:
-        """Free all rows, and forget what the cache holds."""
+        """Free all rows and forget cached prefixes."""
 
 
 def reusable(length: int) -> int:
-    """Return how many tokens of a prompt may be reused at most: the last one is computed, for its logits.
+    """Return how many tokens of a prompt may be reused at most.
 
-    A few more are: a CPU's product of fewer rows adds up in another order.
+    The last one must be computed for its logits, and a few more because small matrix products round differently.
     """
     return max(0, length - FEWEST_ROWS)
 
 
 class RowBlocks(BlockManager):
-    """There is always room: a free row holds the longest sequence.
+    """One block per row: a free row has room for the longest sequence.
 
-    What a finished sequence leaves in its row stays until that is given up: to a prompt that begins with all of it, the
-    next turn of a conversation, or for want of rows. Sequences take the lowest free rows, as all rows below a running
-    one are computed. A row without a sequence is written to as well, but behind what it holds, where a sequence ended.
+    A finished sequence stays in its row as a cached prefix until the row is needed, or a prompt continues it (the next
+    turn of a conversation). Sequences take the lowest free rows, because all rows below a running one are computed.
+    Idle rows also write to the cache, but behind the cached prefix.
     """
 
-    def __init__(self, reuse: bool = True, resume: AnyPosition | None = None) -> None:
-        """Without ``reuse`` every prompt is computed from its beginning; ``resume``: where it may go on."""
-        self._reuse, self._resume = reuse, resume or AnyPosition()
+    def __init__(self, reuse: bool = True, resume: TruncatableCache | None = None) -> None:
+        """``reuse``: look up cached prefixes; ``resume``: the positions where a prompt may continue."""
+        self._reuse, self._resume = reuse, resume or TruncatableCache()
         self._known: dict[int, tuple[int, ...]] = {}
-        """Tokens that a row holds; the last remembered stands last."""
+        """Row -> the tokens in it; the most recently registered last."""
         self._kept: set[int] = set()
-        """Rows whose sequences have ended and will probably go on."""
+        """Rows whose conversation will probably continue."""
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
         return self._best_source(set(), token_ids)[1]
@@ -114,7 +108,7 @@ class RowBlocks(BlockManager):
         token_ids, unused = sequences[0].prefill_ids, set(free)
         is_scored = sequences[0].request.hints.scores_prompt
         source, reused = (None, 0) if is_scored else self._best_source(unused, token_ids)
-        # Rows that no sequence will go on from, from the lowest; then what was kept longest ago.
+        # First rows without a continuing conversation, lowest first; then the least recently used.
         order = sorted(unused - self._kept) + [row for row in self._known if row in self._kept & unused]
         if source in order and self._known[source] == token_ids[: len(self._known[source])]:
             order.remove(source)
@@ -122,7 +116,7 @@ class RowBlocks(BlockManager):
         count = min(len(sequences), len(order))
         given_up, rows = order[:count], sorted(free)[:count]
         left, entered = [r for r in given_up if r not in rows], [r for r in rows if r not in given_up]
-        copies = self._make_way(list(zip(left, entered, strict=True)))
+        copies = self._swap_kept(list(zip(left, entered, strict=True)))
         if source is not None and source != rows[0]:
             copies += ((source, rows[0], reused),)
         for sequence, row in zip(sequences[:count], rows, strict=True):
@@ -144,7 +138,7 @@ class RowBlocks(BlockManager):
         return self._resume.save(sequence, token_ids, is_turn) if is_turn else ()
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        return (*((*move, length) for move in moves), *self._make_way(moves))
+        return (*((*move, length) for move in moves), *self._swap_kept(moves))
 
     def clear(self) -> None:
         self._known.clear()
@@ -158,8 +152,8 @@ class RowBlocks(BlockManager):
             if keep:
                 self._kept.add(row)
 
-    def _make_way(self, moves: ListOf[tuple[int, int]]) -> Copies:
-        """Let what is kept in a row change places with the sequence that moves there; its age stays."""
+    def _swap_kept(self, moves: ListOf[tuple[int, int]]) -> Copies:
+        """Swap kept prefixes with the sequences that move to their rows; the order of age stays."""
         kept = [(destination, source) for source, destination in moves if destination in self._kept]
         copies = tuple((row, to, len(self._known[row])) for row, to in kept)
         places = dict([*moves, *kept])
@@ -173,10 +167,10 @@ class RowBlocks(BlockManager):
         self._kept.discard(row)
 
     def _best_source(self, free: set[int], token_ids: tuple[int, ...]) -> tuple[int | None, int]:
-        """The row with the longest common beginning, and its length; a free one before one in use."""
+        """Return the row with the longest common prefix, and its length; prefer free rows."""
         best, reused, most = None, FEWEST_REUSED - 1, reusable(len(token_ids))
         for row, known in self._known.items():
-            # The cheap test first: most rows do not even have as much in common as the best so far.
+            # The cheap test first: most rows have a shorter common prefix than the best so far.
             if known[: reused + 1] == token_ids[: reused + 1] and reused < most:
                 best, reused = row, min(_common_prefix(known, token_ids), most)
             elif best is not None and row in free and best not in free and known[:reused] == token_ids[:reused]:
@@ -186,7 +180,7 @@ class RowBlocks(BlockManager):
 
 
 def _common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+    """Return the length of the common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

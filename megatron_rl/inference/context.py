@@ -1,4 +1,4 @@
-"""What GPTModel and its attention layers ask during a rollout: tensors only, no queues."""
+"""The inference context and attention plan that GPTModel and its layers use in a rollout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.families import PLAIN, LayerKind, StateCache
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models.attention.backend import NewTokens
-from megatron_rl.models.attention.plan import PackedPlan, given, prepared_for, prepared_steps, turns_at
+from megatron_rl.models.attention.plan import PackedPlan, prepared_for, prepared_steps, rope_at, sink_args
 from megatron_rl.models.delta_rule import LayerStates
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.gradients import rotate
@@ -21,16 +21,16 @@ from megatron_rl.platform.megatron import last_logits_only
 
 
 class RolloutContext(BaseInferenceContext):
-    """The inference context and the attention plan of the rollout engine.
+    """The inference context and `RolloutPlan` of the rollout engine.
 
-    It is in one of three states: prefill (prompts laid end to end), extend (the same, with their beginnings in the
-    cache), both with token ids ``[1, T]``; or decode (one token for each of the first N rows, ``[1, N]``).
+    Three states: prefill (concatenated prompts) and extend (prompts whose prefix is cached), both with token ids ``[1,
+    T]``; decode (one token for each of the first N rows, ``[1, N]``).
     """
 
     use_flashinfer_fused_rope = False
     num_speculative_tokens = 0
     padding_slice = slice(0, 0)
-    """The tokens that megatron zeroes where the layers run in fp8: none are padding here."""
+    """Read by megatron with fp8 layers, to zero padding tokens; there are none here."""
 
     def __init__(self, policy: PolicyModel, cache: Cache, ops: RolloutOps) -> None:
         super().__init__(**last_logits_only())
@@ -38,34 +38,33 @@ class RolloutContext(BaseInferenceContext):
         self.cache = cache
         self._kernels = policy.attention
         self._ropes, self._windows = policy.ropes, policy.windows
-        self._place = {layer.layer_number: place for place, layer in enumerate(policy.layers)}
-        """Of a layer of this rank."""
+        self._layer_index = {layer.layer_number: place for place, layer in enumerate(policy.layers)}
+        """Layer number -> index among this rank's layers."""
         in_order = zip(policy.layers, policy.layout.layers, strict=True)
         kinds = [(layer.layer_number, isinstance(described.cache, StateCache)) for layer, described in in_order]
-        self._key_place, self._state_place = (
+        self._key_index, self._state_index = (
             {number: place for place, number in enumerate(n for n, has_state in kinds if has_state == wanted)}
             for wanted in (False, True)
         )
-        """In the cache, of layers that keep keys and values, and of those that keep a state."""
+        """Layer number -> index in the cache, of attention layers and of layers with a recurrent state."""
         self._dtype = policy.dtype
         self.ops = ops
-        """What the layers do between their products."""
-        self.shared_rows: int | None = None
-        """See `RolloutPlan`."""
+        """Element-wise operations of the layers."""
+        self.max_tokens_per_ep_rank: int | None = None
         self._records = cache.routing is not None
         self._prompts: PackedPlan | None = None
         self._last_tokens: torch.Tensor | None = None
         self.keeps_hidden = False
-        """Whether ``hidden`` is wanted of the next prompts."""
+        """Whether to keep ``hidden`` of the next prompts."""
         self.hidden: torch.Tensor | None = None
-        """[T, hidden] before the head, of all tokens of prompts."""
+        """[T, hidden]: the head's input for all prompt tokens."""
 
     # -- the three states ----------------------------------------------------------------------
 
     def begin_prompts(self, new: NewTokens, cached: bool) -> None:
-        """Prepare for prompts, or with ``cached`` for more tokens of sequences whose beginnings are in the cache."""
+        """Prepare for prompts, or with ``cached`` for the rest of prompts whose prefix is in the cache."""
         borders = new.cu_seqlens.long()
-        # The size is given, so that it is not read from the device.
+        # output_size avoids a read from the device.
         rows = torch.repeat_interleave(new.rows, borders[1:] - borders[:-1], output_size=new.position_ids.numel())
         self._slots = self.cache.slot_mapping(rows, new.position_ids)
         if self._records:
@@ -76,7 +75,7 @@ class RolloutContext(BaseInferenceContext):
             self.cache.states.begin_prompts(new.rows, new.lengths, continues=cached)
         if cached:
             self._prompts = None
-            self._turns = turns_at(self._ropes, new.position_ids, self._dtype)
+            self._cos_sin = rope_at(self._ropes, new.position_ids, self._dtype)
             kernel = self._kernels.cache
             self._attend = kernel.extend
             self._plans = {
@@ -87,66 +86,62 @@ class RolloutContext(BaseInferenceContext):
             self._prompts = PackedPlan.build(*packed, self._ropes, self._dtype, self._kernels.packed, self._windows)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
-        """Prepare for k decode steps of the rows 0..N-1 at ``positions`` [k, N], each one further than the last.
+        """Prepare for k decode steps of the rows 0..N-1 at ``positions`` [k, N], which grow by one per step.
 
-        No position of the first step reaches ``key_length``. What the steps need is computed here in one go;
-        `next_step` begins each of them, the first too.
+        The positions of the first step are below ``key_length``. Everything that depends on positions is computed here
+        for all steps; call `next_step` before each of them.
         """
         self._prompts = self._last_tokens = None
         steps, count = positions.shape
         if self.cache.states is not None:
             self.cache.states.begin_decode(count)
         rows = self.cache.rows[:count]
-        turns = {
+        cos_sin = {
             name: [table.view(steps, count, 1, 1, -1) for table in tables]
-            for name, tables in turns_at(self._ropes, positions.view(-1), self._dtype).items()
+            for name, tables in rope_at(self._ropes, positions.view(-1), self._dtype).items()
         }
         kernel = self._kernels.cache
         plans = [prepared_steps(kernel, window, self.cache, positions, key_length) for window in self._windows]
         self._attend = kernel.decode
         cells = self.cache.cells(rows, positions) if self._records else itertools.repeat(None, steps)
-        each = ({name: (cos[step], sin[step]) for name, (cos, sin) in turns.items()} for step in range(steps))
+        each = ({name: (cos[step], sin[step]) for name, (cos, sin) in cos_sin.items()} for step in range(steps))
         self._steps = zip(zip(*plans, strict=True), self.cache.slot_mapping(rows, positions), cells, each, strict=True)
 
     def next_step(self) -> None:
-        """Go on to the next of these steps."""
-        plans, self._slots, self._cells, self._turns = next(self._steps)
+        """Advance to the next prepared step."""
+        plans, self._slots, self._cells, self._cos_sin = next(self._steps)
         self._plans = dict(zip(self._windows, plans, strict=True))
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 
     def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
-        """See `AttentionPlan`."""
-        return rotate(heads, *self.turn(kind))
+        return rotate(heads, *self.cos_sin(kind))
 
-    def turn(self, kind: LayerKind) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RolloutPlan`."""
-        return (self._turns if self._prompts is None else self._prompts.turns)[kind.rotation]
+    def cos_sin(self, kind: LayerKind) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self._cos_sin if self._prompts is None else self._prompts.cos_sin)[kind.rotation]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionPlan`; also stores the keys and values."""
-        index, kv_format = self._key_place[layer], self.cache.format
+        """Store the keys and values, then attend; see `AttentionPlan`."""
+        index, kv_format = self._key_index[layer], self.cache.format
         if self._last_tokens is not None:
             kv_format.calibrate(index, key, value)
         self.cache.write(index, self._slots, key, value)
         if self._prompts is not None:
             return self._prompts.attend(layer, query, *kv_format.round_trip(index, key, value), kind, sinks)
-        return self._attend(query, self.cache, index, self._plans[kind.window], *given(sinks))
+        return self._attend(query, self.cache, index, self._plans[kind.window], *sink_args(sinks))
 
     @property
     def keeps_latents(self) -> bool:
-        """See `RolloutPlan`."""
         return self.cache.is_latent
 
     def attend_latent(
         self, layer: int, latent: torch.Tensor, heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         absorbed: Callable[[], torch.Tensor], kind: LayerKind,
     ) -> tuple[torch.Tensor, bool]:  # fmt: skip
-        """See `RolloutPlan`."""
-        index = self._key_place[layer]
+        index = self._key_index[layer]
         self.cache.write_latent(index, self._slots, latent)
         if self._prompts is not None:
             return self._prompts.attend(layer, *heads(), kind), False
@@ -156,29 +151,26 @@ class RolloutContext(BaseInferenceContext):
 
     @property
     def stores_heads(self) -> bool:
-        """See `RolloutPlan`. Prompts attend to their own rotated keys, and may set the cache's scales."""
+        """See `RolloutPlan`. False for prompts: they attend to their own keys, and may set the cache's scales."""
         return self.ops.fused and self._last_tokens is None and self._kernels.cache.layout == "blocks"
 
     def attend_mixed(
         self, layer: int, mixed: torch.Tensor, bias: torch.Tensor | None, query_norm: torch.nn.Module | None,
         key_norm: torch.nn.Module | None, kind: LayerKind, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """See `RolloutPlan`."""
         from megatron_rl.models.kernels import rotate_store
 
-        cache, index = self.cache, self._key_place[layer]
+        cache, index = self.cache, self._key_index[layer]
         stored = cache.keys[index], cache.values[index], self._slots, *cache.format.scales(index)
-        query = rotate_store(mixed, *self._turns[kind.rotation], query_norm, key_norm, *stored, bias=bias)
-        return self._attend(query, cache, index, self._plans[kind.window], *given(sinks))
+        query = rotate_store(mixed, *self._cos_sin[kind.rotation], query_norm, key_norm, *stored, bias=bias)
+        return self._attend(query, cache, index, self._plans[kind.window], *sink_args(sinks))
 
     def states(self, layer: int) -> LayerStates:
-        """See `RolloutPlan`."""
-        return self.cache.states.of(self._state_place[layer])
+        return self.cache.states.of(self._state_index[layer])
 
     def record_routing(self, layer: int, experts: torch.Tensor) -> None:
-        """See `RolloutPlan`."""
         if self._records:
-            self.cache.write_routing(self._place[layer], self._cells, experts)
+            self.cache.write_routing(self._layer_index[layer], self._cells, experts)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------
 
@@ -187,17 +179,17 @@ class RolloutContext(BaseInferenceContext):
         return False
 
     def is_decode_only(self) -> bool:
-        """Return whether it decodes."""
+        """Return whether this is a decode step."""
         return self._last_tokens is None
 
     def using_cuda_graph_this_step(self) -> bool:
-        """Return False: megatron's per-layer graphs are never used, ours capture the whole step."""
+        """Return False: the engine captures whole steps itself."""
         return False
 
     def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map ``[1, T, hidden]`` to ``[prompts or rows, hidden]``, the only positions worth a logit.
+        """Select the last token of each prompt: ``[1, T, hidden]`` -> ``[prompts or rows, hidden]``.
 
-        Fewer than `FEWEST_ROWS` prompts are filled up with copies of the last one.
+        Fewer than `FEWEST_ROWS` prompts are padded with copies of the last one.
         """
         if self._last_tokens is None:
             return hidden_states[0]

@@ -1,4 +1,4 @@
-"""What the rest of the system may ask of a generation engine, and how large one is."""
+"""The protocol of a generation engine, its sizes and its statistics."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_rl.types import Completed, Request
 
 
 class GraphOptions(NamedTuple):
-    """How decode steps are captured."""
+    """When and for how many batch sizes decode steps are captured."""
 
     most_sizes: int
-    """Batch sizes, at most."""
+    """Largest number of batch sizes."""
     after: int = 0
     """Eager decode steps before the capture; 0 if the user asked for CUDA graphs."""
 
@@ -31,25 +31,25 @@ class EngineOptions:
     prefill_token_budget: int = 8192
     cache_budget_gb: float | None = None
     block_size: int | None = None
-    """Tokens a block, where the attention backend wants pages; None is the backend's own choice."""
+    """Tokens per block for paged attention backends; None: the backend's default."""
     kv_cache_dtype: torch.dtype | None = None
-    """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
+    """Dtype of the KV cache: bf16 or E4M3; None: the model's dtype."""
     graphs: GraphOptions | None = None
-    """None: decode steps run eager."""
+    """None: decode steps run eagerly."""
     reuse_prefixes: bool = True
-    """Prompts go on from what the cache has of their beginning."""
+    """Reuse cached prefixes of prompts."""
     kv_overcommit: float = 1.0
-    """How often the blocks of the KV cache may be promised to completions; 1: all may become as long as they may."""
+    """Ratio of promised to existing KV blocks; 1: every sequence has room for its longest length."""
     records_routing: bool = False
-    """Keep beside keys and values which experts each token was sent to, for requests that want them."""
-    steps_not_awaited: int | None = None
-    """The last steps before a host read that it does not wait for. None: a quarter of them on a GPU, none on a CPU."""
+    """Record the experts of each token, for requests that want them."""
+    overlap_steps: int | None = None
+    """Decode steps that run while the host processes the previous read. None: a quarter of them on a GPU, else 0."""
 
     def check(self, request: Request) -> None:
-        """Refuse what no engine of these sizes can finish.
+        """Check that the engine has room for ``request``.
 
         Raises:
-            EngineError: nothing is asked for, or prompt and answer exceed the maximum sequence length.
+            EngineError: empty prompt, no new tokens or samples, or longer than the maximum sequence length.
         """
         prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
         if min(prompt, new, request.num_samples) < 1:
@@ -70,36 +70,36 @@ class EngineStatistics:
 
     decode_steps: int = 0
     decode_rows: int = 0
-    """Computed over all decode steps; the finished ones among them are wasted work, and first tokens need none."""
+    """Rows computed in decode steps; the excess over the drawn tokens is work on ended rows."""
     prefill_tokens: int = 0
     reused_tokens: int = 0
-    """Of prompts, found in the cache instead of computed."""
+    """Prompt tokens found in the cache."""
     preemptions: int = 0
     recomputed_tokens: int = 0
-    """Those among the prefilled tokens that a preempted sequence had in the cache before."""
+    """Prefilled tokens that a preempted sequence had in the cache before."""
     generated_tokens: int = 0
     completions: int = 0
     host_reads: int = 0
-    """How often the host waited for the device to see what has finished."""
+    """How often the host waited for the device to read results."""
 
     def __add__(self, other: EngineStatistics) -> EngineStatistics:
         return EngineStatistics(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def count_completion(self, num_tokens: int) -> None:
-        """Count a sample that has drawn ``num_tokens`` tokens, and is finished or was interrupted."""
+        """Count a sample of ``num_tokens`` tokens, finished or interrupted."""
         self.generated_tokens += num_tokens
         self.completions += 1
 
 
 class EngineLoad(NamedTuple):
-    """The work of an engine at one moment."""
+    """Queue length and KV cache usage at one moment."""
 
     running: int = 0
     """Sequences with a row."""
     waiting: int = 0
     used_blocks: int = 0
     blocks: int = 0
-    """Of the KV cache; 0 where it has rows."""
+    """KV cache blocks; 0 for a cache of rows."""
 
 
 class Engine(Protocol):
@@ -117,44 +117,45 @@ class Engine(Protocol):
         """Queue one group."""
 
     def step(self) -> list[Completed]:
-        """Do a bounded amount of work; return the requests that were completed in it."""
+        """Do a bounded amount of work; return the completed requests."""
 
     def cancel(self, calls: Collection[int]) -> None:
-        """Forget what these ``calls`` of the endpoint asked for; what else is drawn stays the same.
+        """Drop the requests of these ``calls`` of the endpoint; other requests are not affected.
 
-        The next step does it, and may complete one of them before. An engine may also draw them to their end.
+        Takes effect in the next step, which may still complete one. An engine may also ignore it.
         """
 
     @property
     def has_unfinished(self) -> bool:
-        """True while submitted groups have not come back."""
+        """True while there are requests that `step` has not returned."""
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        """Return the tokens so far of the first sample of each unfinished ``wanted`` request, to be shown.
+        """Return the tokens so far of the first sample of each unfinished ``wanted`` request, for display.
 
-        A read of the device more, where there is one. Empty of an engine that tells only what is complete. One rank of
-        a model copy may ask alone.
+        Costs a read from the device. One rank of a model copy may call it alone. Engines without partial results return
+        an empty list.
         """
         return []
 
     def load(self) -> EngineLoad | None:
-        """Return its load; any thread may ask. None of an engine that does not tell."""
+        """Return the load, thread-safe; None if the engine does not report it."""
         return None
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
-        """The KV cache with all views: between rollouts its memory may go, and come back zeroed. None: it stays."""
+        """The KV cache with all views. Its memory may be released between rollouts and comes back zeroed. Empty: stays.
+        """
         return []
 
     def forget_graphs(self) -> None:
-        """Drop what was recorded with the addresses of `cache_tensors`, whose memory goes."""
+        """Drop CUDA graphs, before the memory of `cache_tensors` is released."""
 
     def interrupt(self) -> list[Request]:
-        """Stop; all unfinished requests, in no certain order, with their samples so far in `Request.so_far`.
+        """Stop; return the unfinished requests in any order, with their tokens so far in `Request.so_far`.
 
-        Submitted again, also after the weights have changed, they go on from these tokens, whose keys and values are
-        computed anew. On pipeline stages one may have been completed by stopping: all its samples are finished.
+        Submitted again, also with new weights, they continue from these tokens, whose keys and values are recomputed.
+        On pipeline stages a request may complete while stopping; all its samples are then finished.
         """
 
     def abort(self) -> None:
-        """Forget all unfinished requests."""
+        """Drop all unfinished requests."""

@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from operator import itemgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,18 +38,15 @@ from megatron_rl.quantization.linears import parallel_linears
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]
-"""Device work on static buffers: the same kernels on the same addresses, however often it is called."""
+"""Device work on static buffers: every call runs the same kernels on the same addresses."""
 
 _STEP = 8
-"""Sizes between powers of two are multiples of it, but for the last."""
+"""Batch sizes between powers of two are multiples of it, except the largest."""
 _SHORTEST_KEY_LENGTH = 256
 
 
 class CudaRecorder:
-    """Records device work and repeats it. Injected: tests on a CPU bring their own.
-
-    All graphs share one memory pool: none of them leaves anything in it for another.
-    """
+    """Captures CUDA graphs, in one memory pool. Tests on a CPU inject their own recorder."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,18 +67,18 @@ class CudaRecorder:
 
     def record(self, work: Work) -> Work:
         """Record ``work`` without running it; the result repeats it on the same memory."""
-        # A pool is given up with its last graph. After a refused capture torch 2.11 goes on recording pinned memory to
-        # its pool, and nobody can stop it: in both cases the next capture needs a new one.
+        # A pool is freed with its last graph. After a failed capture torch 2.11 keeps allocating pinned memory in its
+        # pool. In both cases the next capture needs a new pool.
         pool = next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer stream context comes back from a capture that failed; torch's own does not. Thread-local:
-            # NCCL's watchdog asks for the state of its events meanwhile, which would void a global capture.
+            # The outer stream context restores the stream after a failed capture; torch's own does not. Thread-local:
+            # NCCL's watchdog queries its events meanwhile, which would invalidate a global capture.
             with torch.cuda.stream(self._stream):
                 with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                     work()
         except BaseException:
-            self._leave(pool)
+            self._end_capture(pool)
             self._graphs.clear()
             raise
         self._graphs.add(graph)
@@ -95,11 +91,11 @@ class CudaRecorder:
         free, total = torch.cuda.mem_get_info()
         return total - free
 
-    def _leave(self, pool: tuple[int, int]) -> None:
-        """Stop allocating in ``pool`` and drawing for a graph, which a refused capture does not do by itself.
+    def _end_capture(self, pool: tuple[int, int]) -> None:
+        """Stop allocating in ``pool`` and drawing for a graph: a failed capture does not do it by itself.
 
-        Every later ``torch.cuda.empty_cache()`` would end in "captures_underway.empty() INTERNAL ASSERT FAILED", and
-        torch's generator, which dropout draws from, would go on as if a capture were under way.
+        Otherwise every later ``torch.cuda.empty_cache()`` raises "captures_underway.empty() INTERNAL ASSERT FAILED",
+        and the default generator, used by dropout, stays in capture mode.
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         generator = torch.cuda.default_generators[index]
@@ -110,20 +106,18 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """`ModelRunner.parts` of decode steps, replayed where they can be, the rows rounded up to a size that was recorded.
+    """Captured decode steps. Rows are rounded up to a captured batch size; the extra rows are not alive.
 
-    Rows beyond the running ones are not alive: their steps write to the trash column.
-
-    A graph reads addresses: of weights, their quantised copies and the KV cache. New values in old places are seen by
-    the next replay; another code path or another place is not, and is looked for before every replay, while the device
-    is busy with the last one: that has to stay well below a step.
+    A graph holds addresses of weights, quantised copies and the KV cache. A replay sees values changed in place, but
+    not a new address or another code path, so both are compared before every replay, while the device runs the last
+    one.
     """
 
     def __init__(
         self, runner: ModelRunner, policy: PolicyModel, recorder: CudaRecorder, sizes: Sequence[int],
         key_lengths: Sequence[int], after: int = 0,
     ) -> None:  # fmt: skip
-        """``sizes`` and ``key_lengths`` ascend, up to all rows and the longest sequence; ``after``: `GraphOptions`."""
+        """``sizes`` and ``key_lengths`` ascend to the row count and the longest sequence; ``after``: `GraphOptions`."""
         self.parts = runner.parts
         self._state = runner.state
         self._cache = runner.context.cache
@@ -137,42 +131,41 @@ class DecodeGraphs:
         self._weights = (*model.parameters(), *model.buffers())
         self._codes = tuple(filter(is_float8tensor, self._weights))  # whose own addresses are 0
         self.recorded: dict[tuple, dict[int, list[Work]]] = {}
-        """(`_variant`, `_addresses`, key length, modes) -> batch size -> a replay for each part."""
+        """(`_variant`, `_addresses`, key length, modes) -> batch size -> one replay per part."""
         self._warm: set[tuple] = set()
-        """Variant, key length and modes of what has been recorded before: its kernels are compiled."""
-        self._said_observed = self._off = False
+        """(variant, key length, modes) captured before, so their kernels are compiled."""
+        self._logged_hooks = self._off = False
 
-    def are_due(self, steps: int) -> bool:
-        """Return False until `GraphOptions.after` steps were counted: at the same one on ranks that step together."""
+    def is_due(self, steps: int) -> bool:
+        """Return False until `GraphOptions.after` steps were counted; the same on all lockstep ranks."""
         if self._eager_steps <= 0:
             return True
         self._eager_steps -= steps
         return False
 
     def step(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work]:
-        """Return the parts of a decode step (see `ModelRunner.decode`) in order; eager where they cannot be replayed.
+        """Return the parts of a decode step in order (see `ModelRunner.decode`); eager ones if no graph can be used.
 
-        A capture waits for the device: what this rank is still to receive must have been asked for, or two pipeline
-        stages would wait for each other's messages to arrive.
+        A capture waits for the device, so post pending receives first: otherwise two pipeline stages deadlock.
         """
         key_length = min(key_length, self._cache.max_length)
         replays = None if self._off or self._observed() else self._replays(rows, key_length, modes)
         return [partial(part, rows, key_length, modes) for part in self.parts] if replays is None else replays
 
     def forget(self) -> None:
-        """Drop all graphs and the memory they hold: the KV cache goes, and comes back at other addresses."""
+        """Drop all graphs and their memory: the KV cache is about to move."""
         self.recorded = {}
 
     def _observed(self) -> bool:
-        """True while a module has hooks, which a replay would not call."""
+        """True while a module has hooks, which a replay would skip."""
         observed = any(self._hooks)
-        if observed and not self._said_observed:
+        if observed and not self._logged_hooks:
             logger.info("decode runs eager while linear layers are observed: calibration, audit of a quantised rollout")
-            self._said_observed = True
+            self._logged_hooks = True
         return observed
 
     def _replays(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work] | None:
-        """Return the recorded parts of the next larger size, captured if need be; None when that failed."""
+        """Return the parts for the next larger batch size, captured if needed; None if the capture failed."""
         key_length = self._key_lengths[bisect.bisect_left(self._key_lengths, key_length)]
         key = self._variant(), self._addresses(), key_length, modes
         if key not in self.recorded:
@@ -184,20 +177,21 @@ class DecodeGraphs:
         return self.recorded[key][self._sizes[bisect.bisect_left(self._sizes, rows)]]
 
     def _variant(self) -> tuple[weakref.ref | None, ...]:
-        """What stands in for the ``forward`` of every linear layer; None where it runs as it is.
+        """Identify the replaced ``forward`` of every linear layer, as weak references; None where it is the original.
 
-        Quantised copies put on and taken off again give the same variant, those of another recipe give another one. All
-        ranks see the same changes, which addresses do not promise. The references keep nothing alive.
+        Reinstalled quantised copies give the same variant, another recipe a different one. Unlike addresses it is the
+        same on all ranks.
         """
-        return tuple([_owner(attributes.get("forward")) for attributes in self._linears])
+        forwards = [attributes.get("forward") for attributes in self._linears]
+        return tuple([f if f is None else weakref.ref(getattr(f, "__self__", f)) for f in forwards])
 
     def _addresses(self) -> tuple[int, ...]:
-        """Return those of weights and cache. Quantised copies are never replaced: new ones are another variant."""
+        """Addresses of weights and cache. Those of quantised copies are not compared: new copies are a new variant."""
         codes = [weight.get_data_tensors()[0] for weight in self._codes]
         return tuple(map(torch.Tensor.data_ptr, (*self._weights, *codes, *self._cache.tensors)))
 
     def _drop_stale(self, variant: tuple[weakref.ref | None, ...], addresses: tuple[int, ...]) -> None:
-        """Forget graphs that read what is no longer there."""
+        """Drop graphs whose tensors have moved or are gone."""
         moved = {key for key in self.recorded if key[0] == variant and key[1] != addresses}
         if moved:
             logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
@@ -205,11 +199,11 @@ class DecodeGraphs:
         self.recorded = {key: replays for key, replays in self.recorded.items() if key not in moved | gone}
 
     def record(self, key_length: int, modes: SamplingModes) -> dict[int, list[Work]] | None:
-        """Capture every size, the largest first: the others then fit into its memory. None when a capture failed.
+        """Capture every size, largest first, so that the others fit into its memory. None if a capture failed.
 
-        Meanwhile all rows count as ended, and afterwards everything is as it was: a step then only writes a row's next
-        key and value where the row itself writes its own in this step. After the KV cache has left and come back,
-        nothing is warmed up or measured again: every step of a run may pay for that.
+        All rows count as ended meanwhile, and the batch is restored afterwards: a captured step writes only the next
+        key and value of each row, which the row overwrites in its own step. Recaptures after the KV cache came back
+        skip warm-up and measuring, because every training step may need one.
         """
         kind = self._variant(), key_length, modes
         is_warm = kind in self._warm
@@ -242,15 +236,11 @@ class DecodeGraphs:
         return replays
 
 
-def _owner(forward: Any) -> weakref.ref | None:
-    return None if forward is None else weakref.ref(getattr(forward, "__self__", forward))
-
-
 # -- which graphs --------------------------------------------------------------------------------
 
 
 def possible_graphs(options: EngineOptions, policy: PolicyModel, groups: ParallelGroups | None) -> EngineOptions:
-    """Return ``options`` without graphs where the device cannot have them; collective over the job with ``groups``."""
+    """Return ``options`` without graphs if the device does not support them; collective over the job if ``groups``."""
     if options.graphs is None:
         return options
     problem = CudaRecorder.problem(policy.device)
@@ -262,9 +252,9 @@ def possible_graphs(options: EngineOptions, policy: PolicyModel, groups: Paralle
 
 
 def collective_fault(groups: ParallelGroups, device: torch.device) -> str | None:
-    """Say why a captured all-reduce fails, on every rank if it does on one; collective over the job.
+    """Return why a captured all-reduce fails on some rank, or None; collective over the job.
 
-    Tried on the groups that a decode step exchanges with. Pipeline stages send between replays, so theirs is not.
+    Tests the groups of a decode step. The pipeline group is not one: stages send between replays.
     """
     used = [each for each in (groups.tensor_group, groups.experts.parallel, groups.experts.tensor) if each.size() > 1]
     if not used:
@@ -287,7 +277,7 @@ def collective_fault(groups: ParallelGroups, device: torch.device) -> str | None
     return "a replayed all-reduce gave another sum" if any_rank(wrong) else None
 
 
-def graphs_of(runner: ModelRunner, policy: PolicyModel, options: GraphOptions | None) -> DecodeGraphs | None:
+def build_graphs(runner: ModelRunner, policy: PolicyModel, options: GraphOptions | None) -> DecodeGraphs | None:
     """Make graphs of at most ``options.most_sizes`` batch sizes; None for None."""
     if options is None:
         return None
@@ -298,7 +288,7 @@ def graphs_of(runner: ModelRunner, policy: PolicyModel, options: GraphOptions | 
 
 
 def drop_unequal_graphs(runners: Sequence[ModelRunner], rows: int, lockstep_group: dist.ProcessGroup) -> None:
-    """Decode eager where the ranks of the lockstep group differ in ``rows``; collective."""
+    """Disable graphs if ``rows`` differs between the ranks of the lockstep group; collective."""
     found = max_over({"most": rows, "least": -rows}, lockstep_group)
     if found["most"] == -found["least"]:
         return
@@ -311,8 +301,8 @@ def drop_unequal_graphs(runners: Sequence[ModelRunner], rows: int, lockstep_grou
 def graph_sizes(slots: int, max_sizes: int) -> tuple[int, ...]:
     """Choose at most ``max_sizes`` batch sizes up to ``slots``: powers of two, then the widest gaps are halved.
 
-    The engine never decodes fewer than `FEWEST_ROWS` rows. Where not all powers fit, the small ones are left out: a
-    step of few rows reads the weights, whether it computes 4 rows or 32.
+    Starts at `FEWEST_ROWS`. If not all powers fit, the smallest are left out: small batches take as long as 32 rows,
+    because reading the weights dominates.
     """
     powers = [2**exponent for exponent in range(FEWEST_ROWS.bit_length() - 1, slots.bit_length())]
     smaller = [size for size in powers if size < slots]
@@ -327,6 +317,6 @@ def graph_sizes(slots: int, max_sizes: int) -> tuple[int, ...]:
 
 
 def graph_key_lengths(max_length: int) -> tuple[int, ...]:
-    """List the key lengths to record for: doubling from 256 up to ``max_length``."""
+    """Return the key lengths to capture: powers of two from 256, then ``max_length``."""
     doublings = (_SHORTEST_KEY_LENGTH << exponent for exponent in range(max_length.bit_length()))
     return (*(length for length in doublings if length < max_length), max_length)

@@ -1,10 +1,9 @@
-"""What changes the distribution that one sequence is drawn from, token by token: grammars, biases, penalties.
+"""Constraints of one sequence, applied to its logits: grammars, biases, penalties.
 
-    host     Guide.bias(tokens so far) ─► a row [V] of `BatchState.bias`, where it has changed
-    device   logits + bias ─► temperature, top-k, top-p ─► token, and its log-prob under what it was drawn from
+    host     Guide.bias(tokens so far) ─► a row [V] of `BatchState.bias`, when it has changed
+    device   logits + bias ─► temperature, top-k, top-p ─► token, and its log-prob in that distribution
 
-A grammar knows its next mask only when the host has read the last token, so a batch with such a sequence is read after
-every step. Sequences without constraints have no guide.
+The mask of a grammar depends on the last token, so the host reads a batch with such a sequence after every step.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import ConfigError, one_line
-from megatron_rl.inference.sequence import FOR_EVER
+from megatron_rl.inference.sequence import UNLIMITED
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Constraints
 
 
 class Grammars:
-    """Compiles grammars in Lark's notation for one vocabulary, with llguidance, which is imported when one is needed.
+    """Compiles grammars in Lark notation for one vocabulary, with llguidance (imported on first use).
 
-    ``start: "yes" | "no"``, ``start: %json {"type": "object"}``: https://github.com/guidance-ai/llguidance has more.
+    Example: ``start: "yes" | "no"`` or ``start: %json {"type": "object"}``; see
+    https://github.com/guidance-ai/llguidance.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -48,7 +48,7 @@ class Grammars:
 
 @lru_cache(maxsize=32)
 def _compiled(vocabulary: Any, grammar: str) -> Any:
-    """Compile a grammar once: in the endpoint's text thread, so that the engine's need not wait for it."""
+    """Compile a grammar once. The endpoint's text thread calls it first, so that the engine does not wait."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -58,13 +58,13 @@ def _compiled(vocabulary: Any, grammar: str) -> Any:
 
 
 class Guide:
-    """The guide of one sequence: the biases of its next token, a function of the tokens that it has drawn."""
+    """Computes the logit bias of a sequence's next token from the tokens drawn so far."""
 
     def __init__(
         self, constraints: Constraints, vocab_size: int, end_ids: Collection[int],
         grammar: Callable[[str], Any] | None = None, prompt_ids: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """``end_ids`` end an answer; ``grammar`` gives the matcher of ``constraints.grammar``, where there is one."""
+        """``end_ids`` end an answer; ``grammar`` compiles ``constraints.grammar``."""
         self._constraints = constraints
         self._ends = sorted(end_ids)
         self._always = torch.zeros(vocab_size)
@@ -74,29 +74,29 @@ class Guide:
             self._always[self._ends] = float("-inf")
         self._counts = torch.zeros(vocab_size) if constraints.penalizes else None
         self.divisor = torch.ones(vocab_size) if constraints.repetition_penalty != 1 else None
-        """What divides positive logits and multiplies negative ones [V] fp32, before `bias`, which keeps it current."""
+        """[V] fp32, applied before `bias`: divides positive logits, multiplies negative ones. Updated by `bias`."""
         if self.divisor is not None:
             self.divisor[list(prompt_ids)] = constraints.repetition_penalty
         self._matcher = grammar(constraints.grammar) if constraints.grammar else None
         self._num_seen = 0
         self.is_stuck = False
-        """The grammar allows no token, or is beyond llguidance's limits: what is drawn from now on is no answer."""
+        """The grammar allows no token or exceeds llguidance's limits: the answer is invalid."""
 
     @property
     def is_constant(self) -> bool:
         """Return whether the bias never changes."""
-        return self.holds_until(0) == FOR_EVER
+        return self.holds_until(0) == UNLIMITED
 
     def holds_until(self, num_drawn: int) -> int:
-        """Return how many tokens may be drawn in all with the bias that holds after ``num_drawn`` of them."""
+        """Return the total number of tokens that can be drawn before the bias after ``num_drawn`` changes."""
         if self._matcher is not None or self._counts is not None:
             return num_drawn + 1
-        return self._constraints.min_tokens if num_drawn < self._constraints.min_tokens else FOR_EVER
+        return self._constraints.min_tokens if num_drawn < self._constraints.min_tokens else UNLIMITED
 
     def bias(self, token_ids: ListOf[int]) -> torch.Tensor:
-        """Return what is added to the logits [V] fp32 of the next token; ``token_ids``: all that were drawn.
+        """Return the bias [V] fp32 of the next token, after all tokens drawn so far.
 
-        They grow from call to call. Where nothing would be left, the end tokens are.
+        ``token_ids`` must extend those of the last call. If every token is forbidden, the end tokens are allowed.
         """
         new, self._num_seen = token_ids[self._num_seen :], len(token_ids)
         bias = self._always.clone()
@@ -118,7 +118,7 @@ class Guide:
         return bias
 
     def _allowed(self, vocab_size: int) -> torch.Tensor:
-        """The tokens [V] bool that the grammar goes on with; none where it has gone beyond llguidance's limits."""
+        """Return the tokens [V] bool that the grammar allows; none if it exceeds llguidance's limits."""
         if self._matcher.is_error():
             return torch.zeros(vocab_size, dtype=torch.bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -126,6 +126,7 @@ class Guide:
 
 
 def literal(text: str, unsplit_tokens: dict[str, int]) -> str:
-    """Return ``text`` in Lark's notation. One of `Tokenizer.unsplit_tokens` is no text there: llguidance takes those in
-    angle brackets for special tokens, which match no text, whatever the tokenizer says of them."""
+    """Quote ``text`` for a Lark grammar. Unsplit tokens become ``<[id]>``: llguidance treats tokens in angle brackets
+    as special tokens, which match no text.
+    """
     return f"<[{unsplit_tokens[text]}]>" if text in unsplit_tokens else json.dumps(text)

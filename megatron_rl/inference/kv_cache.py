@@ -1,9 +1,9 @@
-"""The key-value cache in the two layouts that attention backends read, and how much of it a budget holds.
+"""The key-value cache in the two layouts that attention backends read, and its size for a memory budget.
 
-    RowCache     [rows, heads, max_length, width] a layer: a row of the batch is a stretch of memory
-    PagedCache   [blocks, block_size, heads, width] a layer: a block table says where a row's tokens lie
+    RowCache     [rows, heads, max_length, width] per layer: a row of the batch is contiguous
+    PagedCache   [blocks, block_size, heads, width] per layer: a block table locates a row's tokens
 
-The slot mapping says where new tokens go; a layer writes them with it.
+A slot mapping gives the cache indices of new tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.families import LayerCache, ModelLayout
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
-from megatron_rl.inference.snapshots import AnyPosition, Snapshots
+from megatron_rl.inference.snapshots import Snapshots, TruncatableCache
 from megatron_rl.inference.states import RowStates
 from megatron_rl.models.attention.kv_format import KVFormat
 from megatron_rl.models.gpt import PolicyModel
@@ -32,16 +32,16 @@ from megatron_rl.platform.device import to_device
 
 
 class Cache(ABC):
-    """Keys and values of all layers; a `KVCache` that the engine can write to."""
+    """Keys and values of all layers; the writable `KVCache`."""
 
-    place_dims: int
-    """Of what lies together at a place of the slot mapping: [width] of a head, or [heads, width] of a token."""
+    slot_dims: int
+    """Trailing dimensions of one slot: 1, a head's [width], or 2, a token's [heads, width]."""
 
     def __init__(
         self, layers: Sequence[LayerCache], rows: int, max_length: int, dtype: torch.dtype, device: torch.device,
         stored: torch.dtype | None = None, grid: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """``dtype`` of the model; ``stored`` as in `KVFormat`; ``grid``: by default rows and ``max_length``."""
+        """``dtype``: the model's; ``stored``: see `KVFormat`; ``grid``: default (rows, max_length)."""
         self.max_length = max_length
         self.dtype = dtype
         self.device = device
@@ -49,34 +49,34 @@ class Cache(ABC):
         self.format = KVFormat(len(layers), self.heads, dtype, stored, device)
         self.rows = torch.arange(rows, device=device)
         self.grid = grid or (rows, max_length)
-        """[rows, max_length] or [blocks, block_size]: a token in each cell."""
+        """(rows, max_length) or (blocks, block_size): one token per cell."""
 
-        # Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN.
+        # Zeroed: the uninitialized memory of torch.empty could make a masked slot 0 * NaN = NaN.
         def zeros(layer: LayerCache, width: int) -> torch.Tensor:
             return torch.zeros(self.shape(layer.heads, width), dtype=self.format.storage, device=device)
 
         self.keys = [zeros(layer, layer.key_width) for layer in layers]
         self.is_latent = layers[0].is_latent
-        """Values are views of keys: what is written to these, they have."""
+        """True if the cache stores MLA latents: ``values`` are then views of ``keys``."""
         pairs = zip(layers, self.keys, strict=True)
         self.values = [
             keys[..., : layer.value_width] if self.is_latent else zeros(layer, layer.value_width)
             for layer, keys in pairs
         ]
         self.states: RowStates | None = None
-        """Of layers that keep a recurrent state in place of keys and values, after `hold_states`."""
+        """Recurrent states of linear attention layers, after `allocate_states`."""
         self.routing: torch.Tensor | None = None
-        """[rows, max_length, layers, k] or [blocks, block_size, layers, k] uint8 or int16, after `hold_routing`."""
+        """[rows, max_length, layers, k] or [blocks, block_size, layers, k] uint8 or int16, after `allocate_routing`."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that hold what sequences leave, and views of them."""
+        """All tensors of the cache, including views."""
         views = self.values if self.is_latent else []
         return [*self.paged, *views, *([] if self.states is None else self.states.tensors)]
 
     @property
     def paged(self) -> list[torch.Tensor]:
-        """The tensors that have a place for each token."""
+        """The tensors with a slot per token."""
         return [*self._kept, *([] if self.routing is None else [self.routing])]
 
     @property
@@ -89,51 +89,48 @@ class Cache(ABC):
 
     @abstractmethod
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
+        """Return the slot of token i of row ``rows[i]`` at ``positions[..., i]``, for `write`."""
 
     @abstractmethod
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Copy rows, or blocks: ``destination[i]`` gets what ``source[i]`` held before any of them was changed.
-
-        Of rows no more than the first ``length`` positions.
-        """
+        """Copy rows (up to ``length`` positions) or blocks ``source[i]`` to ``destination[i]``, as if at once."""
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
+        """Store one token per slot: ``key`` and ``value`` [N, 1, heads, width]."""
         for held, new in zip((self.keys[layer], self.values[layer]), self.format.pack(layer, key, value), strict=True):
             self._put(held, slots, new)
 
     def write_latent(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
-        """Write to a cache of latents: ``latent`` [N, 1, 1, width] is the key, and its beginning the value."""
+        """Store MLA latents: ``latent`` [N, 1, 1, width] is the key, its first part the value."""
         self._put(self.keys[layer], slots, latent)
 
     def _put(self, held: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
-        place = held.shape[-self.place_dims :]
+        place = held.shape[-self.slot_dims :]
         held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
 
-    def hold_states(self, layout: ModelLayout, snapshots: int) -> None:
-        """Keep recurrent states beside keys and values: of all rows, and ``snapshots``."""
+    def allocate_states(self, layout: ModelLayout, snapshots: int) -> None:
+        """Allocate recurrent states for all rows and ``snapshots`` more."""
         layers = [layer.cache for layer in layout.state_layers]
         self.states = RowStates(layers, len(self.rows) + snapshots, self.dtype, self.device)
 
     # -- the experts of tokens (`--rl-router-replay`) ------------------------------------------
 
-    def hold_routing(self, layout: ModelLayout) -> None:
-        """Keep the experts of every token, too."""
+    def allocate_routing(self, layout: ModelLayout) -> None:
+        """Allocate the experts of every token."""
         dtype = {1: torch.uint8, 2: torch.int16}[layout.expert_id_bytes]
         shape = *self.grid, len(layout.layers), layout.architecture.moe_router_topk
         self.routing = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Map slots as `slot_mapping` does, but one place per token whatever its heads, for `write_routing`."""
+        """Return one cell per token, for `write_routing`; like `slot_mapping`, but not per head."""
         return self.slot_mapping(rows, positions)
 
     def write_routing(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
-        """Store ``experts`` [N, k], a token a cell."""
+        """Store ``experts`` [N, k], one token per cell."""
         self.routing.flatten(0, 1)[:, layer].index_copy_(0, cells, experts.to(self.routing.dtype))
 
     def routing_of(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Read the experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each, to the CPU."""
+        """Return the experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each, on the CPU."""
         owner = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
         positions = torch.cat([torch.arange(length) for length in lengths])
         cells = self.cells(owner.to(self.device), positions.to(self.device))
@@ -141,9 +138,9 @@ class Cache(ABC):
 
 
 class RowCache(Cache):
-    """A row holds the positions 0.. of one sequence."""
+    """Row i holds positions 0.. of one sequence."""
 
-    place_dims = 1
+    slot_dims = 1
 
     def shape(self, heads: int, width: int) -> tuple[int, ...]:
         rows, max_length = self.grid
@@ -154,7 +151,7 @@ class RowCache(Cache):
         return (self.rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)) * self.max_length
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return a place for each head of each token."""
+        """Return one slot per head of each token."""
         return (self._starts.index_select(0, rows) + positions[..., None]).flatten(-2)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
@@ -168,15 +165,15 @@ class RowCache(Cache):
 
 
 class PagedCache(Cache):
-    """Block 0 belongs to no sequence: rows without one write there."""
+    """Block 0 belongs to no sequence: idle rows write to it."""
 
-    place_dims = 2
+    slot_dims = 2
 
     def __init__(
         self, layers: Sequence[LayerCache], rows: int, max_length: int, block_size: int, dtype: torch.dtype,
         device: torch.device, stored: torch.dtype | None = None, num_blocks: int | None = None,
     ) -> None:  # fmt: skip
-        """``num_blocks`` are handed out by `set_block_table`; without it every row has all it can fill, for good."""
+        """``num_blocks`` are assigned by `set_block_table`; None: every row permanently owns ``max_length`` tokens."""
         per_row = -(-max_length // block_size)
         count = rows * per_row if num_blocks is None else num_blocks
         self.block_size = block_size
@@ -203,18 +200,18 @@ class PagedCache(Cache):
             held[destination] = held[source]
 
     def set_block_table(self, table: array) -> None:
-        """Set the blocks of all rows, row after row, in one copy and in place: graphs hold the table's address."""
+        """Set the blocks of all rows, row after row, with one copy, in place: CUDA graphs hold the table's address."""
         held = torch.frombuffer(table, dtype=torch.int32).view(self.table.shape)
         self.table.copy_(to_device(held, self.device, torch.int32))
 
 
 def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, BlockManager, int]:
-    """Build the cache and its blocks; also returns the rows of the batch: as asked for, or as the budget holds.
+    """Build the cache and its block manager; also return the number of rows, reduced to fit the budget.
 
     Raises:
-        EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
+        EngineError: the budget is too small for the longest sequence, or the layout does not support the options.
     """
-    length, sequence_bytes, state_bytes = _of_a_sequence(policy, options)
+    length, sequence_bytes, state_bytes = _sequence_sizes(policy, options)
     kernel, layout, budget = policy.attention.cache, policy.layout, options.cache_budget_gb
     layers, has_states = [layer.cache for layer in layout.key_layers], state_bytes > 0  # on any stage: all decide alike
     rows, stored, reuses = options.max_batch_size, options.kv_cache_dtype, options.reuse_prefixes
@@ -223,8 +220,8 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     if kernel.layout == "rows" or has_states:  # every row has a state, be its sequence as short as it may
         rows = rows_within(budget, int(sequence_bytes / options.kv_overcommit) + state_bytes, length, rows)
     snapshots = rows if has_states and reuses else 0
-    # Stages learn what was drawn, and so which rows have ended, only when states have gone on.
-    resume = Snapshots(rows, snapshots, at_turns=layout.stages.count == 1) if snapshots else AnyPosition()
+    # Stages learn the drawn tokens, and so which rows ended, only after the states have moved on.
+    resume = Snapshots(rows, snapshots, at_turns=layout.stages.count == 1) if snapshots else TruncatableCache()
     if kernel.layout == "rows":
         cache = RowCache(layers, rows, length, policy.dtype, policy.device, stored)
         blocks = RowBlocks(reuses, resume)
@@ -236,21 +233,21 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
         pool, width = BlockPool(count, block_size), cache.table.shape[1]
         blocks = PagedBlocks(rows, width, pool, reuses, options.kv_overcommit, resume)
     if layout.state_layers:
-        cache.hold_states(layout, snapshots)
+        cache.allocate_states(layout, snapshots)
     if options.records_routing:
-        cache.hold_routing(layout)
+        cache.allocate_routing(layout)
     return cache, blocks, rows
 
 
-def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[EngineOptions]:
-    """Share the rows and the budget of ``options`` out to at most ``count`` engines.
+def split_options(policy: PolicyModel, options: EngineOptions, count: int) -> list[EngineOptions]:
+    """Split rows and budget of ``options`` over at most ``count`` engines.
 
-    Fewer, where each would have less than `FEWEST_ROWS` rows, or no room for the longest sequence.
+    Fewer if each would have less than `FEWEST_ROWS` rows, or no room for the longest sequence.
 
     Raises:
         EngineError: see `build_cache`.
     """
-    length, sequence_bytes, state_bytes = _of_a_sequence(policy, options)
+    length, sequence_bytes, state_bytes = _sequence_sizes(policy, options)
     rows, budget, kernel = options.max_batch_size, options.cache_budget_gb, policy.attention.cache
     if kernel.layout == "rows":
         rows, budget = rows_within(budget, sequence_bytes + state_bytes, length, rows), None
@@ -265,9 +262,9 @@ def shared_out(policy: PolicyModel, options: EngineOptions, count: int) -> list[
     return [replace(options, max_batch_size=end - start, cache_budget_gb=share) for start, end in pairwise(borders)]
 
 
-def _of_a_sequence(policy: PolicyModel, options: EngineOptions) -> tuple[int, int, int]:
-    """Places in the cache of the longest sequence, their bytes, and those of its recurrent states and a snapshot."""
-    # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
+def _sequence_sizes(policy: PolicyModel, options: EngineOptions) -> tuple[int, int, int]:
+    """Return tokens and cache bytes of the longest sequence, and the bytes of its recurrent states with a snapshot."""
+    # Prefill pads short prompts to FEWEST_KEYS.
     length, layout = max(options.max_sequence_length, FEWEST_KEYS), policy.layout
     routing = length * layout.routing_bytes if options.records_routing else 0
     numbers = layout.slot_numbers(length)
@@ -285,7 +282,7 @@ def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wante
 
 
 def blocks_within(budget_gb: float | None, sequence_bytes: int, length: int, block_size: int, rows: int) -> int:
-    """Return how many blocks fit a budget in GiB beside block 0; never more than ``rows`` can fill.
+    """Return how many blocks fit a budget in GiB beside block 0, at most as many as ``rows`` can use.
 
     Raises:
         EngineError: not even one sequence of ``length`` tokens fits.
@@ -298,7 +295,7 @@ def blocks_within(budget_gb: float | None, sequence_bytes: int, length: int, blo
 def _within(budget_gb: float | None, unit_bytes: int, fewest: int, wanted: int, what: str) -> int:
     fitting = wanted if budget_gb is None else int(budget_gb * 2**30 // unit_bytes)
     if fitting < fewest:
-        # Three digits and never too little, so that who follows the advice is not refused again.
+        # Three digits, rounded up, so that the suggested size is enough.
         size = fewest * unit_bytes / 2**30
         digit = 10.0 ** (math.floor(math.log10(size)) - 2)
         raise EngineError(

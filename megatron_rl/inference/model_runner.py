@@ -1,13 +1,13 @@
-"""The device work of the engine: prompts into the cache, decode steps, copies. It knows tensors and no queue.
+"""The device work of the engine: prefill, decode steps and copies.
 
     receive ─► chunk ─► send ─► pause ─► receive ─► chunk ─► send        the model's last chunk draws
 
-A pipeline stage has one or more chunks of layers, and pauses where another stage has to work first. Without stages the
-model is one chunk, and receives what it has sent itself (`OneStage`).
+A pipeline stage has one or more chunks of layers, and pauses while it waits for another stage. Without stages the model
+is one chunk that receives its own messages (`OneStage`).
 
-The decode steps between two reads by the host run eager, with what they have in common computed once; or each step is
-a CUDA graph. On a stage each chunk of it is one that reads and writes static buffers, with the messages between the
-replays. The messages are the same, so a stage whose capture fails runs eager, and no other stage has to know.
+The decode steps between two host reads run eagerly, with shared work done once; or each step is a CUDA graph. On a
+pipeline stage each chunk is a graph on static buffers, with messages between replays. The messages are the same, so a
+stage whose capture fails runs eagerly without telling the others.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from megatron_rl.inference.graphs import DecodeGraphs
 
 SCORED_AT_ONCE = 256
-"""Positions of prompts with logits at once."""
+"""Prompt positions whose logits are computed at once."""
 Pausing = Generator[None, None, None]
-"""Work that pauses where another stage has to work first."""
+"""A generator that yields while it waits for another pipeline stage."""
 Drawn = tuple[torch.Tensor, torch.Tensor]
-"""Ids int64 and their log-probs fp32, [N] each."""
+"""Token ids int64 and log-probs fp32, [N] each."""
 Compute = Callable[[int, torch.Tensor], torch.Tensor | Drawn]
-"""A chunk's number and what enters it, ids [N] or hidden states [N, hidden] -> what leaves it."""
+"""(chunk index, its input: ids [N] or hidden states [N, hidden]) -> its output."""
 Part = Callable[[int, int, SamplingModes], None]
-"""Of a decode step, by its rows, key length and sampling modes: device work on static buffers."""
+"""Part of a decode step on static buffers: (rows, key length, sampling modes)."""
 
 
 class ModelRunner:
-    """Forward passes, draws, and what they leave in the cache and in the state of the batch."""
+    """Runs forward passes and draws tokens; updates the cache and the batch state."""
 
     def __init__(
         self, policy: PolicyModel, context: RolloutContext, state: BatchState, sampler: Sampler,
@@ -59,22 +59,22 @@ class ModelRunner:
         if context.cache.states is not None:
             context.cache.states.watch(state.alive)
         self.graphs: DecodeGraphs | None = None
-        """Of `parts`. Once they are due, decode steps are replayed one by one."""
+        """Graphs of `parts`; once due, decode steps are replayed one by one."""
         self._forward = RolloutForward(policy, context)
         self._sampler = sampler
         self._messages, self._is_alone = messages, isinstance(messages, OneStage)
         self._chunks = policy.chunks
-        # What enters and leaves the parts of a step: hidden states here; ids and draws are in ``state.token``.
+        # Input and output of the parts of a step: hidden states here; ids and drawn tokens are in ``state.token``.
         rows, device = state.token.shape[0], state.device
         hidden = torch.zeros(2, rows, policy.config.hidden_size, dtype=policy.dtype, device=device)
-        self._entering, self._leaving = hidden
+        self._hidden_in, self._hidden_out = hidden
         self._nothing = torch.zeros_like(hidden[0, :1])
         self._logprob = torch.zeros(rows, device=device)
         self._ahead = torch.zeros(1, dtype=torch.int64, device=device)
-        """Decode steps since the last read by the host: the state has what was drawn only when they are done."""
+        """Decode steps since the last host read: the state gets the drawn tokens only after the last of them."""
 
     def reset(self) -> None:
-        """Empty the rows, so that nothing depends on what was generated before."""
+        """Clear the rows and recurrent states, so that results do not depend on earlier rollouts."""
         self.state.reset()
         for held in [] if self.context.cache.states is None else self.context.cache.states.tensors:
             held.zero_()
@@ -82,17 +82,20 @@ class ModelRunner:
     # -- prompts -------------------------------------------------------------------------------
 
     def prefill(self, chunks: ListOf[Chunk], modes: SamplingModes) -> Pausing:
-        """Compute prompts laid end to end, and draw the first token of every sequence whose prompt is complete."""
+        """Compute the chunks, concatenated, and draw the first token of every sequence whose prompt is complete."""
         self._copy_prefixes(chunks)
         for batch in self.passes(chunks):
             ids, positions = self._feed(batch)
             self.context.keeps_hidden = any(self._wants_scores(chunk) for chunk in batch)
-            logits = yield from self._through(ids, partial(self._forward.chunk, positions=positions))
+            logits = yield from self._run_chunks(ids, partial(self._forward.chunk, positions=positions))
             if self.context.keeps_hidden and self._messages.is_last:
                 self._score(batch)
             rows, places = self._begin(batch)
             if len(rows) and self._messages.is_last:
-                self._messages.send_drawn(*self._first_tokens(logits, rows, places, modes))
+                sampling = self.state.sampling(rows, modes)
+                numbers = uniform(sampling.seeds, self.state.position[rows] + 1)
+                logits = logits.index_select(0, self._to_device(places))
+                self._messages.send_drawn(*self._draw(rows, logits, numbers, sampling))
             yield
             if len(rows):
                 token, logprob = self._messages.receive_drawn(len(rows))
@@ -105,14 +108,14 @@ class ModelRunner:
         return first.request.hints.scores_prompt and len(first.prompt_scores) < len(first.request.prompt_ids) - 1
 
     def _score(self, chunks: ListOf[Chunk]) -> None:
-        """Note how likely the tokens of prompts are; the host waits for them, a few positions at a time."""
+        """Record log-probs and likeliest tokens of prompt tokens; waits for the device every few positions."""
         at = 0
         for chunk in chunks:
             first, hidden = chunk.sequences[0], self.context.hidden[at : at + chunk.num_tokens]
             at += chunk.num_tokens
             if not self._wants_scores(chunk):
                 continue
-            del first.prompt_scores[chunk.start :]  # of a prompt that was preempted
+            del first.prompt_scores[chunk.start :]  # a preempted prompt is scored again
             following = self._to_device(first.request.prompt_ids[chunk.start + 1 : chunk.end + 1])
             parts = (each[: len(following)].split(SCORED_AT_ONCE) for each in (hidden, following))
             for part, ids in zip(*parts, strict=True):
@@ -125,43 +128,43 @@ class ModelRunner:
 
     @staticmethod
     def passes(chunks: ListOf[Chunk]) -> list[list[Chunk]]:
-        """Split chunks into passes: what begins in the cache takes a second pass."""
+        """Split chunks into at most two passes: those that start a prompt, and those that continue one in the cache."""
         batches = [c for c in chunks if c.start == 0], [c for c in chunks if c.start > 0]
         return [batch for batch in batches if batch]
 
     def copy(self, copies: ListOf[tuple[int, int, int]]) -> None:
-        """Carry out `Copies` in the cache."""
+        """Do `Copies` in the cache."""
         if copies:
             *places, lengths = zip(*copies, strict=True)
             self.context.cache.copy(*self._to_device(places), max(lengths))
 
     def move(self, moves: ListOf[tuple[int, int]], copies: ListOf[tuple[int, int, int]]) -> None:
-        """Give sequences other rows, (from, to), with the ``copies`` that their keys and values take."""
-        self.state.exchange(moves)
+        """Move sequences between rows (from, to), with the ``copies`` of their keys and values."""
+        self.state.swap_rows(moves)
         self.copy(copies)
         self.copy_states(moves)
 
     def copy_states(self, pairs: ListOf[tuple[int, int]]) -> None:
-        """Copy recurrent states between rows, where there are any; of two copies to one row the last counts."""
+        """Copy recurrent states between rows, if there are any; for two copies to one row the last wins."""
         if self.context.cache.states is not None and pairs:
             sources = {destination: source for source, destination in pairs}
             self.context.cache.states.copy(*self._to_device([[*sources.values()], [*sources]]))
 
     def _copy_prefixes(self, chunks: ListOf[Chunk]) -> None:
-        """Copy reused beginnings before any pass, which may write over them; one by one, as they may build on others.
+        """Copy cached prefixes before any pass overwrites them; in order, because they may depend on each other.
 
-        Rows that are not decoded, but computed, must write behind what they hold now.
+        Idle rows are computed too, so they must write behind their new prefix.
         """
         self.copy_states([pair for chunk in chunks for pair in chunk.states_before])
         for copies in (chunk.before for chunk in chunks if chunk.before):
             self.copy(copies)
             if not self.state.paged:
-                self.state.idle([row for _, row, _ in copies], [length for _, _, length in copies])
+                self.state.mark_idle([row for _, row, _ in copies], [length for _, _, length in copies])
 
     def _feed(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and positions [T] of the chunks, and make the context ready for them.
+        """Return ids and positions [T] of the chunks, and prepare the context for them.
 
-        The forward pass gives the logits of the last token of each; those of a few more rows may follow.
+        The forward pass gives the logits of the last token of each chunk, and possibly a few padding rows.
         """
         lengths = [chunk.num_tokens for chunk in chunks]
         cu_seqlens = self._to_device([0, *accumulate(lengths)], torch.int32)
@@ -174,11 +177,11 @@ class ModelRunner:
         return ids, positions
 
     def _begin(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, list[int]]:
-        """Return, after the forward pass, the rows whose sequences draw now, and the place of each one's chunk."""
-        # Rows write to the cache while their prompts are computed: where the last token comes, they do no harm.
+        """Return, after the forward pass, the rows that draw now, and the index of each one's chunk."""
+        # Rows are written during decode steps while their prompts are computed: the last position is rewritten anyway.
         held = [(row, len(chunk.token_ids) - 1) for chunk in chunks if not chunk.is_last for row in chunk.rows]
         if held:
-            self.state.idle([row for row, _ in held], [position for _, position in held])
+            self.state.mark_idle([row for row, _ in held], [position for _, position in held])
         ready = [(place, chunk) for place, chunk in enumerate(chunks) if chunk.is_last]
         self.copy([copy for _, chunk in ready for copy in chunk.after])
         self.copy_states([(chunk.rows[0], row) for _, chunk in ready for row in chunk.rows[1:]])
@@ -188,19 +191,11 @@ class ModelRunner:
             self.state.begin([sequence for sequence, _ in started], rows)
         return rows, [place for _, place in started]
 
-    def _first_tokens(
-        self, logits: torch.Tensor, rows: torch.Tensor, places: ListOf[int], modes: SamplingModes
-    ) -> Drawn:
-        """Draw for ``rows`` from the ``places`` in ``logits``."""
-        sampling = self.state.sampling(rows, modes)
-        numbers = uniform(sampling.seeds, self.state.position[rows] + 1)
-        return self._draw(rows, logits.index_select(0, self._to_device(places)), numbers, sampling)
-
     def _draw(
         self, rows: slice | torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor, sampling: SamplingTensors
     ) -> Drawn:
         if sampling.scored:
-            self.state.note(rows, *likeliest(logits, sampling))
+            self.state.store_scores(rows, *likeliest(logits, sampling))
         return self._sampler(logits, numbers, sampling)
 
     def _to_device(self, values: ListOf[int] | ListOf[ListOf[int]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -209,11 +204,11 @@ class ModelRunner:
     # -- decode steps --------------------------------------------------------------------------
 
     def decode(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Pausing:
-        """Feed the last tokens of the first rows and draw the next ones, ``steps`` times; the host reads nothing.
+        """Feed the last tokens of the first rows and draw the next ones, ``steps`` times, without a host read.
 
-        No row's position reaches ``key_length`` in the first of the steps, at least one.
+        All positions of the first step are below ``key_length``; ``steps`` is at least 1.
         """
-        if self.graphs is None or not self.graphs.are_due(steps):
+        if self.graphs is None or not self.graphs.is_due(steps):
             yield from self._decode(rows, steps, self._eager(rows, key_length, steps, modes))
         elif not self._is_alone:
             yield from self._decode(rows, steps, self._replayed(rows, key_length, steps, modes))
@@ -223,7 +218,7 @@ class ModelRunner:
                     part()
 
     def _decode(self, rows: int, steps: int, computes: Iterator[Compute]) -> Pausing:
-        """Do decode steps, each by one of ``computes``; what was drawn is recorded at the end."""
+        """Do one decode step per entry of ``computes``, then record the drawn tokens."""
         messages = self._messages
         token, drawn = self.state.token[:rows], list[Drawn]()
         for step, compute in enumerate(computes):
@@ -231,51 +226,51 @@ class ModelRunner:
                 yield
                 if messages.is_first:
                     token = messages.receive(rows, dtype=torch.int64)
-            leaving = yield from self._through(token, compute)
+            outputs = yield from self._run_chunks(token, compute)
             if messages.is_last:
-                drawn.append(leaving)
+                drawn.append(outputs)
                 if step + 1 < steps:
-                    messages.send(leaving[0])
-                    self._keep_ended(leaving[0], step + 1)
+                    messages.send(outputs[0])
+                    self._keep_ended(outputs[0], step + 1)
         if messages.is_last:
             messages.send_drawn(*map(_stacked, zip(*drawn, strict=True)))
         yield
         self.state.record(slice(0, rows), *messages.receive_drawn(steps, rows))
 
     def _keep_ended(self, drawn: torch.Tensor, steps: int) -> None:
-        """Keep the recurrent states of rows that ended with ``drawn`` [N], after ``steps`` of several steps.
+        """Freeze the recurrent states of rows that ended with ``drawn`` [N], the token of step number ``steps``.
 
-        The next turn goes on from there, and the batch records their end only after the last step. Not on a stage:
-        the others do not know what was drawn.
+        The next turn continues from them, but the batch records the end only after the last step. Pipeline stages
+        cannot do it: only the last one knows the drawn tokens.
         """
         state, states = self.state, self.context.cache.states
         if states is not None and self._is_alone:
             rows = len(drawn)
             states.end(state.is_stop[drawn] | (state.limit[:rows] - state.count[:rows] <= steps))
 
-    def join(self, passes: int) -> Pausing:
-        """Take part in as many passes of ranks that share experts, with a token that nobody reads."""
+    def run_dummy_passes(self, passes: int) -> Pausing:
+        """Feed a dummy token ``passes`` times so that expert-parallel collectives match."""
         for _ in range(passes):
             for number, chunk in enumerate(self._chunks):
                 if number:
                     yield
                 for layer in chunk.decoder.layers:
-                    layer.mlp.join(self._nothing, self.context)
+                    layer.mlp.run_dummy_passes(self._nothing, self.context)
             yield
 
-    def _through(self, ids: torch.Tensor, compute: Compute) -> Generator[None, None, Any]:
-        """Run this rank's chunks of layers on ``ids`` [N]; returns what the model's last one gives, else None."""
+    def _run_chunks(self, ids: torch.Tensor, compute: Compute) -> Generator[None, None, Any]:
+        """Run this rank's chunks of layers on ``ids`` [N]; return the output of the model's last chunk, else None."""
         messages = self._messages
         for chunk in range(len(self._chunks)):
             if chunk:
                 yield
-            entering = ids
+            inputs = ids
             if chunk or not messages.is_first:
-                entering = messages.receive(ids.numel(), self._nothing.shape[1], dtype=self._nothing.dtype)
-            leaving = compute(chunk, entering)
+                inputs = messages.receive(ids.numel(), self._nothing.shape[1], dtype=self._nothing.dtype)
+            outputs = compute(chunk, inputs)
             if self._draws(chunk):
-                return leaving
-            messages.send(leaving)
+                return outputs
+            messages.send(outputs)
         return None
 
     def _draws(self, chunk: int) -> bool:
@@ -285,7 +280,7 @@ class ModelRunner:
     # -- what computes each step: eager, or by graphs ------------------------------------------
 
     def _eager(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
-        """Yield a computation for each step; what the steps have in common is computed once."""
+        """Yield a computation for each step; shared work is done once."""
         state, context = self.state, self.context
         positions, numbers = state.ahead(rows, steps, context.max_sequence_length, self._messages.is_last)
         context.begin_decode(positions, key_length)
@@ -295,32 +290,32 @@ class ModelRunner:
             yield partial(self._compute, at, number, sampling)
 
     def _compute(
-        self, at: torch.Tensor, numbers: torch.Tensor, sampling: SamplingTensors, chunk: int, entering: torch.Tensor
+        self, at: torch.Tensor, numbers: torch.Tensor, sampling: SamplingTensors, chunk: int, inputs: torch.Tensor
     ) -> torch.Tensor | Drawn:
-        leaving = self._forward.chunk(chunk, entering, at)
-        return self._draw(slice(0, len(at)), leaving, numbers, sampling) if self._draws(chunk) else leaving
+        outputs = self._forward.chunk(chunk, inputs, at)
+        return self._draw(slice(0, len(at)), outputs, numbers, sampling) if self._draws(chunk) else outputs
 
     def _replayed(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
-        """Yield a computation for each step, through the buffers that graphs know."""
+        """Yield a computation for each step, on the static buffers of graphs."""
         for step in range(steps):
             yield partial(self._replay, step, rows, key_length + step, modes)
 
     def _replay(
-        self, step: int, rows: int, key_length: int, modes: SamplingModes, chunk: int, entering: torch.Tensor
+        self, step: int, rows: int, key_length: int, modes: SamplingModes, chunk: int, inputs: torch.Tensor
     ) -> torch.Tensor | Drawn:
         if chunk == 0:
             self._ahead.fill_(step)
             self._replays = self.graphs.step(rows, key_length, modes)
-        self._entry(chunk)[:rows].copy_(entering)
+        self._entry(chunk)[:rows].copy_(inputs)
         self._replays[chunk]()
-        # Copies: the next replay writes there while a message may still be under way.
+        # Copies: the next replay overwrites the buffers while a message may still be in flight.
         if self._draws(chunk):
             return self.state.token[:rows].clone(), self._logprob[:rows].clone()
-        return self._leaving[:rows].clone()
+        return self._hidden_out[:rows].clone()
 
     @property
     def parts(self) -> list[Part]:
-        """List what a decode step is made of, for `DecodeGraphs`: all of it, or on a stage a chunk each."""
+        """List the parts of a decode step, for `DecodeGraphs`: one, or on a pipeline stage one per chunk."""
         return [self._whole] if self._is_alone else [partial(self._part, chunk) for chunk in range(len(self._chunks))]
 
     def _whole(self, rows: int, key_length: int, modes: SamplingModes) -> None:
@@ -332,19 +327,19 @@ class ModelRunner:
         positions = (state.position[:rows] + self._ahead).clamp_max_(context.max_sequence_length - 1)
         context.begin_decode(positions[None], key_length)
         context.next_step()
-        leaving = self._forward.chunk(chunk, self._entry(chunk)[:rows], positions)
+        outputs = self._forward.chunk(chunk, self._entry(chunk)[:rows], positions)
         if self._draws(chunk):
             sampling = state.sampling(slice(0, rows), modes)
-            drawn = self._draw(slice(0, rows), leaving, uniform(sampling.seeds, positions + 1), sampling)
+            drawn = self._draw(slice(0, rows), outputs, uniform(sampling.seeds, positions + 1), sampling)
             state.token[:rows], self._logprob[:rows] = drawn
         else:
-            self._leaving[:rows] = leaving
+            self._hidden_out[:rows] = outputs
 
     def _entry(self, chunk: int) -> torch.Tensor:
-        """The buffer of what enters ``chunk``."""
-        return self.state.token if self._messages.is_first and chunk == 0 else self._entering
+        """Return the input buffer of ``chunk``."""
+        return self.state.token if self._messages.is_first and chunk == 0 else self._hidden_in
 
 
 def _stacked(steps: ListOf[torch.Tensor]) -> torch.Tensor:
-    """What k steps gave, [N] each -> [k, N]; of one step a view."""
+    """Stack k steps, [N] each -> [k, N]; a view for one step."""
     return torch.stack(steps) if len(steps) > 1 else steps[0][None]

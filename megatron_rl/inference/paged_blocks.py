@@ -1,4 +1,4 @@
-"""A KV cache of short blocks: which sequence has which, which are shared, and how many are promised. Plain Python."""
+"""A KV cache of short blocks: block tables, shared prefixes, and admission. Plain Python."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence as ListOf
 
 from megatron_rl.inference.block_manager import FEWEST_REUSED, Allocation, BlockManager, Copies, reusable
 from megatron_rl.inference.sequence import Sequence
-from megatron_rl.inference.snapshots import AnyPosition, StateCopies
+from megatron_rl.inference.snapshots import StateCopies, TruncatableCache
 
 NULL_BLOCK = 0
-"""The block that rows without a sequence write to."""
+"""Idle rows write to this block."""
 
 _Content = tuple[int, tuple[int, ...]]
-"""Serial number of the content of the block before (0: it is the first), and the block's own tokens.
+"""Key of a block's content: serial number of the previous block's content (0: none), and the block's tokens.
 
-These fill the block, or lead up to a snapshot of recurrent states.
+The tokens fill the block, or end at a snapshot of recurrent states.
 """
 
 
 class BlockPool:
     """Blocks ``1 .. count`` with reference counts.
 
-    A full block whose tokens are known may be held by several sequences, and is kept when none holds it any more,
-    until it is needed: the block longest without a holder goes first. One that is not full is copied instead.
+    Full blocks with known tokens can be shared. Unreferenced ones stay cached until they are needed, least recently
+    used first. A partly filled block is copied instead of shared.
     """
 
     def __init__(self, count: int, block_size: int) -> None:
@@ -34,33 +34,34 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Free all blocks, and forget their contents."""
+        """Free all blocks and forget their contents."""
         self._free = list(range(self.count, 0, -1))
         self._holders = [0] * (self.count + 1)
         self._known: dict[_Content, tuple[int, int]] = {}
-        """Content -> its serial number, never used again so that a block is found only behind the very blocks it was
-        computed with, and its block."""
+        """Content -> its serial number and block. Serial numbers are never reused, so a block is found only behind the
+        blocks that it was computed with.
+        """
         self._contents: dict[int, list[_Content]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Known blocks without a holder, the longest idle first."""
+        """Unreferenced blocks with known content, least recently used first."""
         self._next_number = 1
 
     @property
     def available(self) -> int:
-        """Blocks without a holder."""
+        """Unreferenced blocks."""
         return len(self._free) + len(self._idle)
 
     @property
     def held(self) -> int:
-        """Blocks with holders, each counted once."""
+        """Referenced blocks."""
         return self.count - self.available
 
     def is_idle(self, block: int) -> bool:
-        """Return whether the block has no holder, but known content."""
+        """Return whether the block is cached but unreferenced."""
         return block in self._idle
 
     def take(self, number: int) -> list[int]:
-        """Take blocks to write to; there must be as many `available`."""
+        """Take ``number`` blocks to write to, of the `available` ones."""
         taken = []
         for _ in range(number):
             if self._free:
@@ -74,13 +75,14 @@ class BlockPool:
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Count one holder more of each block."""
+        """Add a reference to each block."""
         for block in blocks:
             self._holders[block] += 1
             self._idle.pop(block, None)
 
     def give_back(self, blocks: ListOf[int]) -> None:
-        """Count one holder less. The last blocks go first: without those before them they are useless."""
+        """Drop a reference to each block. The last ones are evicted first: they are useless without the earlier ones.
+        """
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -90,14 +92,11 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, token_ids: tuple[int, ...]) -> list[int]:
-        """Find the blocks that hold the beginning of ``token_ids``, as far as it is known; they are not yet held.
-
-        The last may be one that its tokens do not fill.
-        """
+        """Return the cached blocks of the longest known prefix, without a reference; the last may be partly filled."""
         return [block for _, block in self._chain(token_ids)]
 
     def remember(self, token_ids: tuple[int, ...], blocks: ListOf[int], to_the_end: bool = False) -> None:
-        """Note that ``blocks`` hold ``token_ids``: full ones can be found from now on, or with ``to_the_end`` all."""
+        """Register ``token_ids`` as the content of ``blocks``: full blocks only, or with ``to_the_end`` all."""
         known, size = self._chain(token_ids), self.block_size
         before = known[-1][0] if known else 0
         for index in range(len(known), -(-len(token_ids) // size) if to_the_end else len(token_ids) // size):
@@ -112,7 +111,7 @@ class BlockPool:
             self._next_number += 1
 
     def _chain(self, token_ids: tuple[int, ...]) -> list[tuple[int, int]]:
-        """List serial numbers and blocks of what is known of the beginning."""
+        """List serial numbers and blocks of the longest known prefix."""
         found: list[tuple[int, int]] = []
         size, before = self.block_size, 0
         for start in range(0, len(token_ids), size):
@@ -125,23 +124,21 @@ class BlockPool:
 
 
 class PagedBlocks(BlockManager):
-    """A sequence is admitted when the blocks it needs soon are free and what it may need is not promised to others."""
+    """Admits a sequence if enough blocks are free for now, and unpromised for its expected length."""
 
     def __init__(
         self, rows: int, blocks_per_row: int, pool: BlockPool, reuse: bool = True, overcommit: float = 1.0,
-        resume: AnyPosition | None = None,
+        resume: TruncatableCache | None = None,
     ) -> None:  # fmt: skip
-        """``overcommit`` is how often the blocks may be promised; 1 keeps to the longest length of every sequence.
-
-        ``reuse`` and ``resume`` as in `RowBlocks`.
+        """``overcommit``: how often blocks may be promised; 1 reserves each sequence's longest length. See `RowBlocks`.
         """
         self.pool = pool
         self._width = blocks_per_row
-        self._reuse, self._resume = reuse, resume or AnyPosition()
+        self._reuse, self._resume = reuse, resume or TruncatableCache()
         self._overcommit = overcommit
         self._sequences: dict[int, Sequence] = {}
         self.table = array("i", [NULL_BLOCK]) * (rows * blocks_per_row)
-        """Row after row, the block of each stretch of its sequence; `NULL_BLOCK` where there is none."""
+        """Block table, row after row, padded with `NULL_BLOCK`."""
         self._changed = True
 
     @property
@@ -176,7 +173,7 @@ class PagedBlocks(BlockManager):
         return Allocation(count, reused, copies, self._resume.load(token_ids[:reused], first.row) if reused else ())
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
-        """Copy the last block where the prompt does not fill it; the others are shared."""
+        """Copy the last, partly filled block; the others are shared."""
         full, rest = divmod(length, self.pool.block_size)
         own = [sequence.block_table[full] for sequence in sequences] if rest else []
         return tuple((own[0], block, length) for block in own[1:])
@@ -198,7 +195,7 @@ class PagedBlocks(BlockManager):
         return True
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
-        """Keep the contents of the blocks until their room is needed."""
+        """Release the blocks, which stay cached until their memory is needed."""
         states = self._resume.save(sequence, token_ids, is_turn) if is_turn else ()
         self._remember(sequence, token_ids, states)
         self.pool.give_back(sequence.block_table)
@@ -208,7 +205,7 @@ class PagedBlocks(BlockManager):
         return states
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        """Change rows of the table; nothing is copied."""
+        """Update the block table; nothing is copied."""
         for source, _ in moves:
             self._write_row(source, [])
             sequence = self._sequences.pop(source)
@@ -227,7 +224,7 @@ class PagedBlocks(BlockManager):
         self._resume.clear()
 
     def _found(self, token_ids: tuple[int, ...]) -> tuple[list[int], int]:
-        """Return blocks from which a prompt goes on, and how many tokens they hold; the last may not be full."""
+        """Return the cached blocks of the longest usable prefix, and its length; the last may be partly filled."""
         most = reusable(len(token_ids)) if self._reuse else 0
         for length in self._resume.lengths(token_ids, most):
             found = self.pool.find(token_ids[:length])
@@ -237,10 +234,10 @@ class PagedBlocks(BlockManager):
         return [], 0
 
     def _needed(self, sequence: Sequence, lookahead: int) -> tuple[int, int]:
-        """Return the blocks that a sequence takes now, and the blocks to promise it.
+        """Return the blocks that a sequence needs now, and the blocks to promise it.
 
-        The last token drawn is not fed, so it takes no room. A sequence that was preempted comes back when all of it
-        fits, lest it be preempted again.
+        The last token drawn is not fed, so it needs no slot. Preempted sequences reserve their longest length, so that
+        they are not preempted again.
         """
         prompt = len(sequence.prefill_ids)
         longest, expected = prompt + sequence.remaining - 1, prompt + sequence.expected - 1
@@ -249,7 +246,7 @@ class PagedBlocks(BlockManager):
         return soon, max(soon, self._blocks_for(longest if careful else expected))
 
     def _fitting(self, count: int, first: Sequence, shared: int, soon: int, later: int) -> int:
-        """Return how many of ``count`` may be admitted, at ``shared`` blocks together, ``soon`` and ``later`` each."""
+        """Return how many of ``count`` sequences fit, with ``shared`` blocks in all, ``soon`` and ``later`` each."""
         limit = self.pool.count * (1.0 if first.preempted else self._overcommit)
         promised = sum(max(0, s.blocks_promised - len(s.block_table)) for s in self._sequences.values())
         free = self.pool.available - shared

@@ -1,4 +1,4 @@
-"""How many passes an engine step takes, and how ranks that share experts agree on it."""
+"""The number of forward passes of an engine step, agreed among expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from megatron_rl.platform.collectives import max_over
 
 
 class Passes(NamedTuple):
-    """The passes of an engine step: of one rank, or the largest numbers of all ranks that share experts.
+    """The passes of an engine step: of one rank, or the maxima over all expert-parallel ranks.
 
         rank 0   prefill  decode  decode  decode
-        rank 1      -     decode  decode     -          - : a token of nothing through the experts alone
+        rank 1      -     decode  decode     -          - : a dummy token through the experts only
 
-    Such ranks make all passes together, so they exchange these numbers before every step. Who has fewer joins in the
-    others' passes with a token that nobody reads. With CUDA graphs the decode steps of all ranks are alike in steps,
-    rows, key length and sampling modes, the other rows of a rank idle: so all replay, and capture, the same graphs.
+    Expert collectives need all ranks, so these numbers are exchanged before every step, and ranks with fewer passes run
+    dummy ones. With CUDA graphs all ranks use the same rows, key length and modes in decode steps, padded with idle
+    rows, so that they capture and replay the same graphs.
     """
 
     prefills: int
-    """Over prompts."""
+    """Passes over prompts."""
     rows: int = 1
-    """Of a decode step: the first of the batch. A rank without sequences joins in with one token."""
+    """Rows of a decode step. A rank without sequences feeds one dummy token."""
     key_length: int = 0
-    """Of the first decode step: see `ModelRunner.decode`."""
+    """Key length of the first decode step: see `ModelRunner.decode`."""
     steps: int = 0
     """Decode steps until the host reads."""
     modes: SamplingModes = SamplingModes()
 
-    def of_all(self, lockstep_group: dist.ProcessGroup) -> Passes:
-        """Return the largest numbers of any rank; collective."""
+    def max_over_ranks(self, lockstep_group: dist.ProcessGroup) -> Passes:
+        """Return the maxima over the ranks; collective."""
         own = self._asdict() | self.modes._asdict()
         del own["modes"]
         largest = {name: int(number) for name, number in max_over(own, lockstep_group).items()}

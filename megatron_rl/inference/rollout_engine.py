@@ -1,13 +1,12 @@
 """Continuous batching on the training model: a step is schedule ─► run ─► postprocess.
 
     submit ──► Scheduler ──chunks──► ModelRunner.prefill (a prompt once per group) ──► first tokens
-                 ▲  ▲                                                                      │
-       make_room │  └── free ── OutputProcessor: one host read ◄── k decode steps ◄────────┘
+                ▲  ▲                                                                      │
+      make_room │  └── free ── OutputProcessor: one host read ◄── k decode steps ◄────────┘
 
-A decode step is tensor operations from end to end; the host reads once every ``k`` steps which sequences have ended.
-On a GPU it reads behind the first of these steps, and does the rest of its work while the others run. Rows are filled
-again as they become free. Scheduler, `BlockManager` and output processor hold references to the same
-`Sequence` objects: where a sample is and what is known of it stands there.
+Decode steps are tensor operations only; every ``k`` steps the host reads which sequences have ended. On a GPU the last
+steps run while the host processes that read. Free rows are refilled. Scheduler, `BlockManager` and output processor
+share the `Sequence` objects, which hold the state of each sample.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.inference.batch_state import BatchState, DecodeText, Look, OutputProcessor
+from megatron_rl.inference.batch_state import BatchState, DecodeText, OutputProcessor, PendingFlags
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineLoad, EngineOptions, EngineStatistics
-from megatron_rl.inference.graphs import drop_unequal_graphs, graphs_of, possible_graphs
+from megatron_rl.inference.graphs import build_graphs, drop_unequal_graphs, possible_graphs
 from megatron_rl.inference.guides import Grammars, Guide
 from megatron_rl.inference.kv_cache import build_cache
 from megatron_rl.inference.model_runner import ModelRunner
@@ -38,15 +37,15 @@ from megatron_rl.types import Completed, Constraints, Request
 
 
 class RolloutEngine(Engine):
-    """The default `Engine`: continuous batching over a KV cache of rows or of blocks."""
+    """The default `Engine`: continuous batching with a KV cache of rows or of blocks."""
 
     def __init__(
         self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int], decode_text: DecodeText,
         groups: ParallelGroups | None = None, messages: StageMessages | None = None, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
-        """``groups``: None is one rank. ``messages``: to the other pipeline stages, of which this is a lane.
+        """``groups``: None is one rank. ``messages``: to the other pipeline stages, if this is one of their lanes.
 
-        ``grammars`` are for requests with constraints.
+        ``grammars`` compile the constraints of requests.
         """
         self._options = options = possible_graphs(options, policy, None if messages else groups)
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
@@ -61,20 +60,20 @@ class RolloutEngine(Engine):
         context = RolloutContext(policy, self.cache, RolloutOps(fused=policy.device.type == "cuda"))
         sampler = Sampler(None if groups is None else groups.tensor_group, policy.padded_vocab_size)
         self.runner = ModelRunner(policy, context, state, sampler, messages or OneStage())
-        self.runner.graphs = graphs_of(self.runner, policy, options.graphs)
+        self.runner.graphs = build_graphs(self.runner, policy, options.graphs)
         self._is_staged = messages is not None
         self._lockstep_group = groups.lockstep_group if groups is not None and groups.shares_experts else None
         if self._lockstep_group is not None and not self._is_staged:
             drop_unequal_graphs([self.runner], self.max_batch_size, self._lockstep_group)
         self._outputs = OutputProcessor(state, stop_token_ids, decode_text)
         agrees = self._is_staged or self._lockstep_group is not None  # with others, on every step
-        self._steps_not_awaited = 0 if agrees else _steps_not_awaited(options, policy.device)
-        self._is_behind = False
-        """Of the last steps the host does not know yet which rows ended in them."""
+        self._overlap_steps = 0 if agrees else _overlap_steps(options, policy.device)
+        self._has_pending_steps = False
+        """True while decode steps run whose ended rows the host does not know."""
         self._grammars, self._end_ids = grammars, stop_token_ids
         self._groups: dict[int, SequenceGroup] = {}
         self._cancelled: set[int] = set()
-        """Calls to be dropped when the next step begins; a lane of pipeline stages may be amid one."""
+        """Calls to drop when the next step begins; a lane of pipeline stages may be within one."""
         self._paused: Generator[None, None, list[Completed]] | None = None
         self.begin(seed=0, policy_version=0)
 
@@ -82,16 +81,13 @@ class RolloutEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
-        """Admit sequences, draw up to k tokens a row, read once which have ended.
-
-        Collective over the ranks that share experts, while one of them has unfinished requests.
-        """
+        """Draw up to k tokens per row, read once which rows ended; collective over busy expert-parallel ranks."""
         while (complete := self.advance()) is None:
             pass
         return complete
 
     def advance(self) -> list[Completed] | None:
-        """Begin a step, or go on with it where it paused; None when it pauses, and what is complete when it ends."""
+        """Start or resume a step; return None if it pauses, and the completed requests when it ends."""
         self._paused = self._paused or self._step()
         try:
             next(self._paused)
@@ -101,32 +97,32 @@ class RolloutEngine(Engine):
         return None
 
     def _step(self) -> Generator[None, None, list[Completed]]:
-        """Do a step, and pause where another pipeline stage has to work first."""
+        """Do a step; yields while it waits for another pipeline stage."""
         chunks, running, own = self._schedule()
-        of_all = own if self._lockstep_group is None else own.of_all(self._lockstep_group)
-        decode = own if self.runner.graphs is None else of_all  # graphs are replayed by all ranks alike
-        behind = self._behind(running, decode.steps)
+        largest = own if self._lockstep_group is None else own.max_over_ranks(self._lockstep_group)
+        decode = own if self.runner.graphs is None else largest  # graphs are replayed by all ranks alike
+        overlap = self._overlap(running, decode.steps)
         for sequence in running:
             sequence.num_generated += min(decode.steps, sequence.remaining)
-        if not of_all.prefills and not of_all.steps:
+        if not largest.prefills and not largest.steps:
             yield  # no rank has anything here: other lanes go on
 
-        self.runner.context.shared_rows = None
+        self.runner.context.max_tokens_per_ep_rank = None
         yield from self.runner.prefill(chunks, own.modes)
-        yield from self.runner.join(of_all.prefills - own.prefills)
-        self.runner.context.shared_rows = self._shared_rows(of_all)
-        awaited = decode.steps - behind
+        yield from self.runner.run_dummy_passes(largest.prefills - own.prefills)
+        self.runner.context.max_tokens_per_ep_rank = self._max_tokens_per_ep_rank(largest)
+        awaited = decode.steps - overlap
         if awaited:
             yield from self.runner.decode(decode.rows, decode.key_length, awaited, decode.modes)
-        yield from self.runner.join(of_all.steps - decode.steps)
-        look = self._outputs.look(running) if running else None
-        if behind:
-            yield from self.runner.decode(decode.rows, decode.key_length + awaited, behind, decode.modes)
-        self._is_behind = behind > 0
-        return [] if look is None else self._postprocess(running, look)
+        yield from self.runner.run_dummy_passes(largest.steps - decode.steps)
+        pending = self._outputs.snapshot_flags(running) if running else None
+        if overlap:
+            yield from self.runner.decode(decode.rows, decode.key_length + awaited, overlap, decode.modes)
+        self._has_pending_steps = overlap > 0
+        return [] if pending is None else self._postprocess(running, pending)
 
     def _schedule(self) -> tuple[list[Chunk], list[Sequence], Passes]:
-        """Make room and admit sequences; returns what of prompts is computed now, who decodes, and in which passes."""
+        """Preempt and admit sequences; return the prompt chunks to compute, the sequences to decode, and the passes."""
         self._drop_cancelled()
         preempted = self._scheduler.make_room()
         self._outputs.save(preempted)
@@ -146,7 +142,7 @@ class RolloutEngine(Engine):
         return chunks, running, self._passes(chunks, running)
 
     def _passes(self, chunks: ListOf[Chunk], running: ListOf[Sequence]) -> Passes:
-        """Plan up to k decode steps of rows ``0 .. n - 1``, of which the last runs; none where prompts end all."""
+        """Plan up to k decode steps of the rows up to the last running one; none if all end with their first token."""
         prefills = len(self.runner.passes(chunks))
         modes = SamplingModes.of(group.request for group in self._groups.values())
         steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read(chunks, running))
@@ -163,16 +159,16 @@ class RolloutEngine(Engine):
 
     @staticmethod
     def _steps_unread(chunks: ListOf[Chunk], running: ListOf[Sequence]) -> int:
-        """Steps that may pass before the host reads; none where it has to see a first token, which comes before."""
+        """Return the steps until a bias or score needs a host read; 0 if a first token does."""
         begun = {id(sequence) for chunk in chunks if chunk.is_last for sequence in chunk.sequences}
         left = (s.holds_until(s.num_generated - (id(s) in begun)) - s.num_generated for s in running)
         return min(left, default=0)
 
-    def _shared_rows(self, of_all: Passes) -> int | None:
-        """See `RolloutPlan`: with graphs all ranks have as many."""
+    def _max_tokens_per_ep_rank(self, largest: Passes) -> int | None:
+        """See `RolloutPlan.max_tokens_per_ep_rank`; with graphs all ranks have the same number."""
         if self._lockstep_group is None:
             return 0 if self._is_staged else None
-        return of_all.rows if self.runner.graphs is None else 0
+        return largest.rows if self.runner.graphs is None else 0
 
     def _drop_cancelled(self) -> None:
         cancelled = [group for group in self._groups.values() if group.request.place.call in self._cancelled]
@@ -184,14 +180,14 @@ class RolloutEngine(Engine):
         for sequence in unfinished:
             self._scheduler.drop(sequence)
         if rows:
-            self.runner.state.idle(rows)
+            self.runner.state.mark_idle(rows)
 
     def _steps_per_read(self, chunks: ListOf[Chunk], running: ListOf[Sequence]) -> int:
-        """Return how many steps to do until the host looks for rows that have ended.
+        """Return the number of decode steps until the host reads which rows have ended.
 
-        Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
-        as a row in 8 may have ended, going by those that have. Stop strings are looked for in the text, which
-        costs more than the rows. Who reads along gets the first token at once, and on a CPU that is not busy each.
+        A read is cheap on a CPU, and ended rows are computed until then: there it comes when about 1 in 8 rows may have
+        ended, judged by the rate so far. Stop strings are searched in text, which costs more than the rows. Streaming
+        requests are read after their first token, and on a CPU with few rows after every token.
         """
         is_calm = self.cache.device.type == "cpu" and len(running) <= FEWEST_ROWS
         begun = (sequence for chunk in chunks if chunk.is_last for sequence in chunk.sequences)
@@ -203,22 +199,22 @@ class RolloutEngine(Engine):
             return most
         return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
-    def _behind(self, running: ListOf[Sequence], steps: int) -> int:
-        """Return how many of the last of ``steps`` the host does not wait for, so that it plans while they run.
+    def _overlap(self, running: ListOf[Sequence], steps: int) -> int:
+        """Return how many of the last ``steps`` run while the host processes the read before them.
 
-        A row that ends in them is found a burst later. So none where all rows end, and for the last rows of a rollout:
-        a burst more, to see that they had ended, would cost more than the wait. And none where the host looks closer.
+        Rows that end in them are found only at the next read. So 0 if all rows end, or few are left, where another
+        round of steps costs more than the wait; and 0 if a request needs every read.
         """
         load = self._scheduler.load
         ends = load.running + load.waiting <= FEWEST_ROWS or max((s.remaining for s in running), default=0) <= steps
-        if self._steps_not_awaited == 0 or ends or any(group.is_awaited for group in self._groups.values()):
+        if self._overlap_steps == 0 or ends or any(group.needs_every_read for group in self._groups.values()):
             return 0
-        return min(self._steps_not_awaited, steps - 1)
+        return min(self._overlap_steps, steps - 1)
 
-    def _postprocess(self, running: ListOf[Sequence], look: Look) -> list[Completed]:
-        """Read once, free the rows that have ended and close holes; returns the requests that are complete."""
+    def _postprocess(self, running: ListOf[Sequence], pending: PendingFlags) -> list[Completed]:
+        """Read once, free ended rows and close holes; return the completed requests."""
         self.statistics.host_reads += 1
-        finished = self._outputs.finish(running, look)
+        finished = self._outputs.finish(running, pending)
         self._read_routing([sequence for sequence in finished if sequence.request.hints.wants_routing])
         self.runner.copy_states([pair for sequence in finished for pair in self._scheduler.free(sequence)])
         for sequence in finished:
@@ -232,7 +228,7 @@ class RolloutEngine(Engine):
         return [group.completed(self._policy_version) for group in complete]
 
     def _read_routing(self, finished: ListOf[Sequence]) -> None:
-        """Read the experts while the rows still hold them; the last token was not fed, so it has none."""
+        """Read the experts before the rows are reused; the last token was not fed, so it has none."""
         if not finished:
             return
         self.statistics.host_reads += 1
@@ -261,7 +257,7 @@ class RolloutEngine(Engine):
         source, place = request.source, request.place
         samples = range(place.first_sample, place.first_sample + request.num_samples)
         key = self._seed, source.environment, source.task.id, source.epoch
-        # A sample may have several conversations: without the prompt they would draw the same numbers.
+        # Conversations of one sample need different random numbers, so later prompts are part of the seed.
         is_own = request.prompt_ids == (source.prompt_ids or request.prompt_ids)
         more = [] if is_own else [fingerprint(request.prompt_ids)]
         more += [place.branch] if place.branch else []
@@ -269,7 +265,7 @@ class RolloutEngine(Engine):
         if request.sampling.constraints is not None:  # first: a request that is refused leaves nothing behind
             self._constrain(group, request.sampling.constraints)
         if request.hints.top_logprobs:
-            self.runner.state.make_room_for_scores()
+            self.runner.state.allocate_scores()
         self._groups[group.number] = group
         self._submitted += 1
         for sequence in group.open_sequences:
@@ -278,7 +274,7 @@ class RolloutEngine(Engine):
     def _constrain(self, group: SequenceGroup, constraints: Constraints) -> None:
         matcher = None if self._grammars is None else self._grammars.matcher
         ends = {*self._end_ids, *group.request.sampling.stop_token_ids}
-        self.runner.state.make_room_for_biases(constraints.repetition_penalty != 1)
+        self.runner.state.allocate_biases(constraints.repetition_penalty != 1)
         for sequence in group.open_sequences:
             vocab_size = self.runner.state.is_stop.numel()
             sequence.guide = Guide(constraints, vocab_size, ends, matcher, group.request.prompt_ids)
@@ -292,17 +288,17 @@ class RolloutEngine(Engine):
 
     @property
     def expected_tokens(self) -> int:
-        """Tokens that the unfinished requests will probably draw."""
+        """Expected number of tokens of the unfinished requests."""
         requests = [group.request for group in self._groups.values()]
         return sum(r.num_samples * (r.hints.expected_tokens or r.sampling.max_new_tokens) for r in requests)
 
     @property
-    def is_under_way(self) -> bool:
-        """Return whether it is amid a step."""
+    def is_paused(self) -> bool:
+        """Return whether a step is paused."""
         return self._paused is not None
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        running = [] if self._is_behind else self._scheduler.running
+        running = [] if self._has_pending_steps else self._scheduler.running
         shown = [s for s in running if s.sample == 0 and wanted(s.request)]
         return [(s.request, ids) for s, ids in zip(shown, self._outputs.so_far(shown), strict=True)]
 
@@ -312,8 +308,8 @@ class RolloutEngine(Engine):
     @torch.inference_mode()
     def interrupt(self) -> list[Request]:
         running, complete = self._scheduler.running, list[Completed]()
-        if self._is_behind and running:
-            complete = self._postprocess(running, self._outputs.look(running))
+        if self._has_pending_steps and running:
+            complete = self._postprocess(running, self._outputs.snapshot_flags(running))
             running = self._scheduler.running
         self._outputs.save(running)  # one read: their tokens are on the device alone
         self.statistics.host_reads += len(running) > 0
@@ -340,10 +336,10 @@ class RolloutEngine(Engine):
             self.runner.graphs.forget()
 
 
-def _steps_not_awaited(options: EngineOptions, device: torch.device) -> int:
-    """See `EngineOptions`. To be preempted, or to have its experts read, a sequence must be known to its last token."""
+def _overlap_steps(options: EngineOptions, device: torch.device) -> int:
+    """Resolve the option. 0 if preemption or routing needs every token of a sequence on the host."""
     if options.kv_overcommit > 1 or options.records_routing:
         return 0
-    if options.steps_not_awaited is None:
+    if options.overlap_steps is None:
         return options.steps_per_host_read // 4 if device.type == "cuda" else 0
-    return options.steps_not_awaited
+    return options.overlap_steps

@@ -1,7 +1,7 @@
 """Draw tokens: counter-based random numbers, inverse CDF, and the log-prob of the draw.
 
-The number that decides a draw depends on (sample seed, position) alone, so a completion is the
-same whatever shares its batch and however the model is laid out over ranks.
+The random number of a draw depends only on (sample seed, position), so a completion does not depend on the rest of the
+batch or on the parallel layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_rl.types import Request
 
 MOST_SCORED = 20
-"""Likeliest tokens of which log-probs can be had."""
+"""Largest number of likeliest tokens with log-probs."""
 
 
 def sample_seed(*key: object) -> int:
@@ -33,7 +33,7 @@ def fingerprint(token_ids: Sequence[int]) -> str:
 
 
 class SamplingModes(NamedTuple):
-    """The sampling modes that the requests need; each that none needs saves a pass over [N, V]."""
+    """The sampling features that the requests need; each unused one saves a pass over [N, V]."""
 
     greedy: bool = False
     filtered: bool = False
@@ -50,7 +50,7 @@ class SamplingModes(NamedTuple):
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> SamplingModes:
-        """Return what any of the requests needs."""
+        """Return the features that any request needs."""
         requests = list(requests)
         params = [request.sampling for request in requests]
         return cls(
@@ -66,7 +66,7 @@ class SamplingModes(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """The sampling parameters of the rows, all [N] on the device; None is off for all rows."""
+    """The sampling parameters of the rows, [N] each on the device; None: off for all rows."""
 
     seeds: torch.Tensor
     temperature: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class SamplingTensors:
     greedy: torch.Tensor | None = None
     """bool."""
     top_k: torch.Tensor | None = None
-    """int64; the vocabulary size where off. There is one where there is ``top_p``."""
+    """int64; vocabulary size where off. Never None if ``top_p`` is set."""
     top_p: torch.Tensor | None = None
     """fp32; 1 where off."""
     min_p: torch.Tensor | None = None
@@ -82,16 +82,16 @@ class SamplingTensors:
     bias: torch.Tensor | None = None
     """[N, V] fp32, added to the logits."""
     divisor: torch.Tensor | None = None
-    """[N, V] fp32, divides positive logits and multiplies negative ones before that."""
+    """[N, V] fp32, applied before ``bias``: divides positive logits and multiplies negative ones."""
     scored: bool = False
-    """Some want the likeliest tokens."""
+    """Some requests want the likeliest tokens."""
 
 
 class Sampler:
-    """Draws the next tokens, the same on all tensor-parallel ranks."""
+    """Draws the next tokens, identical on all tensor-parallel ranks."""
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, padded_vocab_size: int | None = None) -> None:
-        """``padded_vocab_size`` is split over the ranks of ``tensor_group``; sums on CUDA go shard by shard."""
+        """``padded_vocab_size`` is split over ``tensor_group``; on CUDA sums are made per shard, as in the trainer."""
         is_split = tensor_group is not None and padded_vocab_size is not None
         self._shard = padded_vocab_size // tensor_group.size() if is_split else None
         self._tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
@@ -99,11 +99,10 @@ class Sampler:
     def __call__(
         self, logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `draw`."""
         token, logprob = draw(logits, numbers, params, self._shard)
         if self._tensor_group is not None:
-            # The ranks computed the same logits; if rounding ever made them differ, one draws for
-            # all, because ranks that disagree on an end token would wait for each other for ever.
+            # The ranks computed the same logits, but if rounding differed, they could disagree on an end token and
+            # deadlock. So one rank draws for all.
             source = dist.get_global_rank(self._tensor_group, 0)
             dist.broadcast(token, source, group=self._tensor_group)
             dist.broadcast(logprob, source, group=self._tensor_group)
@@ -113,12 +112,12 @@ class Sampler:
 def draw(
     logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors, shard: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row.
+    """Draw one token per row.
 
-    ``logits`` [N, V] fp32 over the real vocabulary; ``numbers`` [N] are of `uniform`, at the positions
-    of the tokens to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
-    were drawn from: biased, tempered, and renormalised over the min-p / top-k / top-p support where that is on.
-    ``shard``: columns of a tensor-parallel rank; on CUDA sums are made shard by shard, as in the trainer.
+    ``logits`` [N, V] fp32 without vocabulary padding; ``numbers`` [N] from `uniform`, at the positions of the new
+    tokens. Returns token ids [N] int64 and log-probs [N] fp32 under the final distribution: after bias, temperature,
+    and min-p / top-k / top-p with renormalisation. ``shard``: vocabulary columns per tensor-parallel rank; on CUDA sums
+    are made shard by shard, as in the trainer.
     """
     logits, temperature = _shaped(logits, params)
     if logits.is_cuda:
@@ -129,7 +128,7 @@ def draw(
 
 
 def likeliest(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `MOST_SCORED` likeliest tokens of the distribution that `draw` draws from: ids and log-probs."""
+    """Return ids and log-probs [N, `MOST_SCORED`] of the likeliest tokens in the distribution of `draw`."""
     logits, temperature = _shaped(logits, params)
     logits = logits if temperature is None else logits / temperature[:, None]
     logprobs, ids = logits.log_softmax(-1).topk(min(MOST_SCORED, logits.shape[-1]), -1)
@@ -137,7 +136,7 @@ def likeliest(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tens
 
 
 def _shaped(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Bias the logits and cut them to the support; returns them and what they are still to be divided by."""
+    """Apply bias and support filters; return the logits, and the temperature if it is still to be applied."""
     temperature = params.temperature
     if params.divisor is not None:
         logits = torch.where(logits > 0, logits / params.divisor, logits * params.divisor)
@@ -156,23 +155,23 @@ def _shaped(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor
 def draw_by_columns(
     logits: torch.Tensor, numbers: torch.Tensor, temperature: torch.Tensor | None, greedy: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample in plain torch; arguments and results as of `sampling_kernel.draw_by_chunks`."""
+    """Sample in plain torch; arguments and results as in `sampling_kernel.draw_by_chunks`."""
     if temperature is not None:
         logits = logits / temperature[:, None]
-    # In place: on a CPU a third fresh buffer of [N, V] costs more in page faults than in additions.
+    # In place: on a CPU a third new [N, V] buffer costs more in page faults than the additions.
     largest = logits.amax(-1, keepdim=True)
     cumulative = logits.sub(largest).exp_().cumsum_(-1)
     total = cumulative[:, -1:]
     token = torch.searchsorted(cumulative, numbers[:, None] * total).clamp_max_(logits.shape[-1] - 1)
     if greedy is not None:
         token = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), token)
-    # Never by way of log Z = largest + log total: that rounds at the size of the logits, see decisions/001.
+    # Not logit - log Z: that would round at the size of the logits, see decisions/001.
     logprob = logits.gather(-1, token).sub_(largest).sub_(total.log())
     return token[:, 0], logprob[:, 0]
 
 
 def _keep_support(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """``logits`` with -inf outside: top-k first, then the smallest set of what is left whose mass reaches ``top_p``."""
+    """Mask ``logits`` outside of the support: top-k first, then the smallest set with a mass of ``top_p``."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)[None]
     keep = rank < top_k[:, None]

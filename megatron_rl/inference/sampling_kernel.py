@@ -1,12 +1,12 @@
-"""The draw of `sampler.draw` on a GPU, in two kernels that read the logits once: the vocabulary in chunks of 4096.
+"""The draw of `sampler.draw` on a GPU, in two kernels that read the logits once, in vocabulary chunks of 4096.
 
-    chunks   largest logit, where it is, sum of exp   [N, chunks]
-    select   the chunk that the number falls into, then the token within it
+    chunks   largest logit, its column, sum of exp   [N, chunks]
+    select   the chunk that the random number falls into, then the token within it
 
-Adding up a row of 150,000 columns with ``cumsum`` is 149 passes of one block of threads, whatever the batch. Importing
-this module imports Triton. Its twin in plain torch is `sampler.draw_by_columns`; tokens differ where a number falls
-within rounding of a border between two tokens, log-probs by 1e-5. The log-prob of a token is that of the trainer's
-kernels (`algorithms/logprob_kernels.py`) to the bit.
+A row-wise ``cumsum`` over 150,000 columns would be 149 sequential passes of one thread block. Importing this module
+imports Triton. The torch twin is `sampler.draw_by_columns`; tokens differ only where the random number is within
+rounding of a border, log-probs by 1e-5. Log-probs equal those of the trainer's kernels
+(`algorithms/logprob_kernels.py`) bit for bit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def draw_by_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return token ids [N] int64 and their log-probs [N] fp32, from ``logits`` [N, V] fp32 of any row stride.
 
-    ``numbers`` [N] fp32 in (0, 1]; ``temperature`` [N] fp32 where not all are 1; ``greedy`` [N] bool where some rows
-    take the largest. -inf stands for what is not to be drawn. ``shard``: columns that the trainer has on a
-    tensor-parallel rank, padding among them; None for all. The host reads nothing.
+    ``numbers`` [N] fp32 in (0, 1]; ``temperature`` [N] fp32 or None (all 1); ``greedy`` [N] bool or None. -inf masks a
+    token. ``shard``: padded vocabulary columns per tensor-parallel rank of the trainer; None: all. No host read.
     """
     rows, columns = logits.shape
     shard = columns if shard is None else shard
@@ -47,8 +46,7 @@ def draw_by_chunks(
     return tokens, logprobs
 
 
-# Every other row of an odd number of columns begins at 4 bytes, every other row of a table of numbers at 8: see
-# `attention.kernels`.
+# With an odd column count every other row is only 4-byte aligned (8-byte for the numbers): see `attention.kernels`.
 
 
 @triton.jit(
@@ -71,7 +69,7 @@ def chunks_kernel(
 
 @triton.jit
 def _columns_of(chunk, columns, shard, each, CHUNK: tl.constexpr):
-    """The columns of a chunk, and which of them there are."""
+    """Return the columns of a chunk, and a mask of the valid ones."""
     in_shard = (chunk % each) * CHUNK + tl.arange(0, CHUNK)
     column = chunk // each * shard + in_shard
     return column, (in_shard < shard) & (column < columns)
@@ -120,9 +118,9 @@ def select_kernel(
 
 @triton.jit
 def _first_to_reach(target, masses, index):
-    """The first ``index`` with a mass at which the sum of ``masses`` reaches ``target``, or else the last with one.
+    """Return the first ``index`` with a mass at which the sum of ``masses`` reaches ``target``, else the last with one.
 
-    Sums of a parallel scan do not quite ascend, so that a step between two of them may be rounding and no mass.
+    Parallel prefix sums are not quite monotone, so an increase without a mass may be rounding.
     """
     reached = (tl.cumsum(masses, 0) >= target) & (masses > 0)
     last = tl.max(tl.where(masses > 0, index, 0), 0)

@@ -1,4 +1,4 @@
-"""Which sequences have a row of the batch, and which stretches of prompts are computed next: never touches a tensor."""
+"""Assign batch rows to sequences and choose the prompt chunks to compute next. Plain Python, no tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.inference.snapshots import StateCopies
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of a prompt, computed in the row of the first of the ``sequences`` that share it."""
+    """A range of a prompt, computed in the row of the first of the ``sequences`` that share it."""
 
     sequences: tuple[Sequence, ...]
     token_ids: tuple[int, ...]
@@ -24,79 +24,78 @@ class Chunk:
     start: int
     end: int
     reused: int = 0
-    """Tokens of the prompt that the cache held already; counted once, with the first chunk."""
+    """Cached prompt tokens; only in the first chunk of a prompt."""
     before: Copies = ()
-    """Copies in the cache that come first."""
+    """Copies in the cache before the pass."""
     after: Copies = ()
-    """Copies that give the finished prompt to the other sequences."""
+    """Copies of the finished prompt to the other sequences."""
     states_before: StateCopies = ()
-    """The copy of recurrent states that the prompt goes on from."""
+    """Copy of the recurrent states at the end of the cached prefix."""
     states_after: StateCopies = ()
-    """The copy that keeps those at its end."""
+    """Copy that snapshots the recurrent states at the end of the prompt."""
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The rows of the sequences."""
         return tuple(sequence.row for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens computed now."""
+        """Number of tokens to compute."""
         return self.end - self.start
 
     @property
     def is_last(self) -> bool:
-        """The prompt is complete, and its sequences draw their first tokens."""
+        """True for the last chunk of a prompt: its sequences draw their first tokens."""
         return self.end == len(self.token_ids)
 
 
 class Scheduler:
-    """Admission, chunks of prompts, preemption, compaction.
+    """Admission, chunked prefill, preemption, compaction.
 
-    Decoding computes the rows ``0 .. num_rows - 1``, so a free row below ``num_rows`` is waste: it is filled first, and
-    closed by `compact` when nothing is waiting.
+    Decode steps compute the rows ``0 .. num_rows - 1``, so free rows below ``num_rows`` are waste: they are refilled
+    first, and closed by `compact` when the queue is empty.
     """
 
     def __init__(self, max_rows: int, prefill_token_budget: int, blocks: BlockManager, lookahead: int = 1) -> None:
-        """``lookahead``: tokens drawn between two reads by the host, for which there must be blocks."""
+        """``lookahead``: tokens drawn between two host reads; each running sequence needs blocks for them."""
         self._max_rows = max_rows
         self._lookahead = lookahead
         self._budget = prefill_token_budget
         self._blocks = blocks
         self._waiting: list[Sequence] = []
-        """By priority."""
+        """Sorted by priority."""
         self._rows: dict[int, Sequence] = {}
         self._prefills: list[tuple[list[Sequence], Iterator[Chunk]]] = []
-        """Prompts under way: their sequences, and what is still to be computed."""
+        """Partly computed prompts: their sequences and remaining chunks."""
         self._lacks_blocks = False  # the first in the queue waits for blocks, not for a row
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences that decode, by row."""
+        """The decoding sequences, by row."""
         sequences = (self._rows[row] for row in sorted(self._rows))
         return [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
 
     @property
     def num_rows(self) -> int:
-        """One more than the highest row that decodes."""
+        """One more than the highest decoding row."""
         return max((row for row, s in self._rows.items() if s.status is SequenceStatus.RUNNING), default=-1) + 1
 
     @property
     def load(self) -> EngineLoad:
-        """Return how many sequences and blocks there are: lengths alone, so any thread may ask."""
+        """Return queue length and block usage; thread-safe, because it reads only lengths."""
         return EngineLoad(len(self._rows), len(self._waiting), *self._blocks.usage)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue it by priority."""
+        """Queue a sequence by priority."""
         bisect.insort(self._waiting, sequence, key=lambda entry: entry.priority)
 
     # -- prompts -------------------------------------------------------------------------------
 
     def plan(self) -> list[Chunk]:
-        """Choose what to prefill: the next chunks of prompts under way, then new prompts within the budget.
+        """Choose what to prefill: the next chunks of started prompts, then new prompts within the budget.
 
-        While sequences run it waits until an eighth of the rows are free: a prefill for every single free row would
-        cost more than the rows it fills.
+        While sequences run, new prompts wait until an eighth of the rows is free: a prefill for every free row would
+        cost more than the idle rows.
         """
         self._lacks_blocks = False
         chunks = [next(rest) for _, rest in self._prefills]
@@ -116,13 +115,13 @@ class Scheduler:
         return chunks
 
     def _admit(self, left: int, alone: bool) -> Chunk | None:
-        """Give rows to the first in the queue and those that share its prompt; None when it has to wait."""
+        """Admit the first in the queue and those that share its prompt; None if it has to wait."""
         first = self._waiting[0]
         token_ids = first.prefill_ids
         if not alone and len(token_ids) - self._blocks.num_cached(token_ids) > left:
             return None
         free = [row for row in range(self._max_rows) if row not in self._rows]
-        # A sequence that has drawn tokens has a prompt of its own.
+        # A sequence with drawn tokens does not share its prompt.
         most, priority = 1 if first.num_generated else len(free), first.priority
         candidates = list(takewhile(
             lambda s: s.group is first.group and s.priority == priority, islice(self._waiting, most)
@@ -141,9 +140,9 @@ class Scheduler:
         return next(rest)
 
     def _chunks(self, sequences: list[Sequence], allocation: Allocation) -> Iterator[Chunk]:
-        """Yield their prompt in chunks of one size: a short last one would take another way through the processor.
+        """Yield chunks of the prompt, of equal size: a short last one could use other kernels.
 
-        With the last chunk the sequences have drawn their first tokens.
+        When the last chunk is yielded, the sequences count their first token.
         """
         token_ids, reused = sequences[0].prefill_ids, allocation.reused
         length = len(token_ids)
@@ -166,10 +165,10 @@ class Scheduler:
     # -- decoding ------------------------------------------------------------------------------
 
     def make_room(self) -> list[Sequence]:
-        """Provide blocks until the next host read; returns the running sequences preempted for them.
+        """Provide blocks until the next host read; return the running sequences preempted for them.
 
-        The sequence with the fewest generated tokens is preempted; the one with the most never is, so work is finished
-        in the end. All of them wait again; what was drawn is still to be read from their rows.
+        The sequence with the fewest generated tokens is preempted first, the one with the most never, so that work
+        always finishes. The tokens of the preempted ones are still to be read from their rows.
         """
         preempted: list[Sequence] = []
         for sequence in sorted(self.running, key=lambda s: (-s.num_generated, s.row)):
@@ -196,14 +195,14 @@ class Scheduler:
         return []
 
     def free(self, sequence: Sequence) -> StateCopies:
-        """Release a finished sequence; its last token was drawn, but not fed.
+        """Release a finished sequence, whose last token was drawn but not fed.
 
-        Returns the copy that keeps its recurrent states. Where the host has cut it they are those of more tokens.
+        Returns the copy that snapshots its recurrent states; none if the host cut tokens that the states include.
         """
         return self._release(sequence, sequence.prefill_ids[:-1], is_turn=sequence.num_cut == 0)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that is not finished. Tokens that only the device knows are not read."""
+        """Remove an unfinished sequence, without reading its tokens."""
         if sequence.status is SequenceStatus.RUNNING:
             self._release(sequence, sequence.prefill_ids)
             return
@@ -212,9 +211,9 @@ class Scheduler:
         self._waiting.remove(sequence)
 
     def compact(self) -> tuple[list[tuple[int, int]], Copies]:
-        """Close holes between rows; returns the moves (from, to) and the copies in the cache that they take.
+        """Close holes between rows; return the moves (from, to) and the copies in the cache.
 
-        None while a sequence is about to fill the holes, or less than a row in 32 idles: a row's move costs less than
+        Empty if a waiting sequence can fill the holes, or fewer than 1 in 32 rows idle: moving a row costs less than
         computing it once more, on a CPU a third of that at 256 x 6.
         """
         rows, taken = self.num_rows, len(self._rows)
@@ -231,7 +230,7 @@ class Scheduler:
         return moves, self._blocks.move(moves, longest) if moves else ()
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences."""
         self._waiting.clear()
         self._rows.clear()
         self._prefills.clear()

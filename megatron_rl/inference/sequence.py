@@ -1,4 +1,4 @@
-"""One sample from submission to completion: a `Sequence`, to which scheduler, cache and output processing refer.
+"""One sample from submission to completion: the `Sequence`, shared by scheduler, cache and output processing.
 
     WAITING ──admitted──► PREFILL ──prompt complete──► RUNNING ──end token, limit, stop string──► FINISHED
        ▲                     │                            │
@@ -16,8 +16,8 @@ from megatron_rl.types import Completed, Completion, FinishReason, Request, Toke
 if TYPE_CHECKING:
     from megatron_rl.inference.guides import Guide
 
-FOR_EVER = 2**62
-"""More tokens than are ever drawn."""
+UNLIMITED = 2**62
+"""Larger than any number of tokens."""
 
 
 class SequenceStatus(Enum):
@@ -26,41 +26,41 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     """In the scheduler's queue, without a row."""
     PREFILL = "prefill"
-    """It has a row, and its prompt is on the way into the cache."""
+    """With a row; its prompt is being computed."""
     RUNNING = "running"
-    """It is decoded."""
+    """Decoding."""
     FINISHED = "finished"
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a request, as far as the host knows it without reading the device."""
+    """One sample of a request, as known to the host without a device read."""
 
     group: SequenceGroup
     sample: int
-    """Its number in the request."""
+    """Index within the request."""
     seed: int
-    """With a token's position it fixes the token's draw."""
+    """With a token's position it determines the draw."""
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = -1
-    """In the batch; of a sequence that waits, the last one it had."""
+    """Row in the batch; while waiting, its last one."""
     block_table: list[int] = field(default_factory=list)
-    """The blocks of the KV cache that hold it, in order; empty where every row has a stretch of its own."""
+    """Its KV cache blocks in order; empty for a cache of rows."""
     blocks_promised: int = 0
-    """Blocks that it may come to have."""
+    """Blocks reserved for its expected length."""
     num_generated: int = 0
-    """Tokens drawn. A row that has ended counts on, up to its limit, until the host reads it."""
+    """Tokens drawn, including those after an end that the host has not read yet."""
     output: Completion = Completion((), (), None, policy_version=0)
-    """What was drawn, as far as it was read: at a preemption, and at the end. `completion` stamps the version."""
+    """The tokens read so far, at preemptions and at the end. `completion` sets the version."""
     preempted: bool = False
-    """It was in the cache before: it made room for others, or was interrupted in an earlier rollout."""
+    """It was preempted, or interrupted in an earlier rollout."""
     guide: Guide | None = None
-    """Where its request has constraints."""
+    """Set if the request has constraints."""
     num_cut: int = 0
-    """Tokens that the device had drawn and fed when the host found an end before them."""
+    """Tokens that were drawn behind the end found by the host."""
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
-    """Both as far as they are asked for and known, see `Completion`."""
+    """If requested, as far as known; see `Completion`."""
 
     def __post_init__(self) -> None:
         self.request: Request = self.group.request  # asked for often, so no property
@@ -71,39 +71,39 @@ class Sequence:
             if self.output.finish_reason is not None:
                 self.status = SequenceStatus.FINISHED
         self._before = self.output
-        """What was drawn of it in earlier rollouts."""
+        """Output of earlier rollouts."""
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the host has to see its tokens before it ends."""
+        """Return whether the host must see its tokens before it ends."""
         params, is_scored = self.request.sampling, self.request.hints.top_logprobs > 0
         is_guided = self.guide is not None and not self.guide.is_constant
         return bool(params.stop or params.stop_token_ids or is_guided or is_scored)
 
     def holds_until(self, num_drawn: int) -> int:
-        """Return how many tokens may be drawn in all before the host has to read those after ``num_drawn``."""
+        """Return the total number of tokens that can be drawn before the host must read those after ``num_drawn``."""
         if self.request.hints.top_logprobs:
             return num_drawn + 1
-        return FOR_EVER if self.guide is None else self.guide.holds_until(num_drawn)
+        return UNLIMITED if self.guide is None else self.guide.holds_until(num_drawn)
 
     @property
     def output_ids(self) -> tuple[int, ...]:
-        """Tokens drawn, as far as they were read."""
+        """The tokens read so far."""
         return self.output.token_ids
 
     @property
     def prefill_ids(self) -> tuple[int, ...]:
-        """The prompt, and behind it what was drawn before a preemption."""
+        """The prompt, followed by the tokens drawn before a preemption."""
         return self.request.prompt_ids + self.output_ids if self.output_ids else self.request.prompt_ids
 
     @property
     def position(self) -> int:
-        """Position of the last token drawn, which is fed next."""
+        """Position of the last drawn token, which is fed next."""
         return len(self.request.prompt_ids) + self.num_generated - 1
 
     @property
     def num_unread(self) -> int:
-        """Tokens that only the device knows."""
+        """Tokens drawn but not yet read by the host."""
         return self.num_generated - len(self.output_ids)
 
     @property
@@ -113,26 +113,26 @@ class Sequence:
 
     @property
     def expected(self) -> int:
-        """Tokens it will probably draw, never more than ``remaining``."""
+        """Expected number of further tokens, at most ``remaining``."""
         if self.num_generated:
             return self.remaining
         return max(1, min(self.remaining, self.request.hints.expected_tokens or self.remaining))
 
     @property
     def priority(self) -> tuple[int, int, int]:
-        """The lowest is admitted first: preempted sequences, then turns that hold up a conversation, then the rest.
+        """Sort key of admission: preempted sequences, then later turns of conversations, then the rest.
 
-        Among equals the longest, so that none begins alone at the end.
+        Among equals the longest first, so that it does not finish alone at the end.
         """
         urgency = 0 if self.preempted else 1 if self.request.place.turn else 2
         return urgency, -self.expected, self.group.number
 
     def preempt(self) -> None:
-        """Give up the row and wait again."""
+        """Wait again, without the row."""
         self.status, self.preempted = SequenceStatus.WAITING, True
 
     def append(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
-        """Add tokens that were read."""
+        """Add tokens read from the device."""
         self.output = replace(
             self.output,
             token_ids=self.output.token_ids + token_ids,
@@ -140,7 +140,7 @@ class Sequence:
         )
 
     def finish(self, reason: FinishReason) -> None:
-        """End the sequence with the tokens that it has."""
+        """Finish with the tokens so far."""
         self.output = replace(self.output, finish_reason=reason)
         if self.scores or self.prompt_scores:
             scores = tuple(self.scores[: len(self.output_ids)])
@@ -153,7 +153,7 @@ class Sequence:
         return self.num_generated - len(self._before.token_ids)
 
     def completion(self, policy_version: int) -> Completion:
-        """Return what was read; what was drawn since it was submitted is by ``policy_version``."""
+        """Return the result; tokens drawn since the submission are by ``policy_version``."""
         before = self._before
         if not before.token_ids:
             return replace(self.output, policy_version=policy_version)
@@ -169,16 +169,16 @@ class SequenceGroup:
     """The samples of one request."""
 
     def __init__(self, number: int, request: Request, seeds: list[int]) -> None:
-        """``number`` counts requests; one seed a sample."""
+        """``number`` counts requests; ``seeds``: one per sample."""
         self.number = number
         self.request = request
         self.sequences = [Sequence(self, sample, seed) for sample, seed in enumerate(seeds)]
         sampling, hints = request.sampling, request.hints
-        self.is_awaited = bool(
+        self.needs_every_read = bool(
             sampling.stop or sampling.stop_token_ids or sampling.constraints
             or hints.streams or hints.top_logprobs or hints.wants_routing
         )  # fmt: skip
-        """Whether the host must know after every burst where its sequences stand; see `RolloutEngine`."""
+        """Whether the host must read all tokens before the next steps; see `RolloutEngine`."""
 
     @property
     def open_sequences(self) -> list[Sequence]:
@@ -190,5 +190,5 @@ class SequenceGroup:
         return self.request, tuple(sequence.completion(policy_version) for sequence in self.sequences)
 
     def unfinished(self, policy_version: int) -> Request:
-        """Return the request, to go on from what was read of its samples."""
+        """Return the request with the output so far of its samples, to be continued."""
         return replace(self.request, so_far=tuple(sequence.completion(policy_version) for sequence in self.sequences))

@@ -1,7 +1,7 @@
-"""Where a prompt may go on from what the cache holds, and the copies of recurrent states that this takes. Plain Python.
+"""Positions where a prompt may continue from cached tokens, and snapshots of recurrent states. Plain Python.
 
-AnyPosition   keys and values alone: the longest common beginning
-Snapshots     a recurrent state is that of all its tokens and cannot be cut back: only where a copy of one was kept
+    TruncatableCache   keys and values only: any common prefix
+    Snapshots          a recurrent state cannot be truncated: only prefixes with a snapshot
 """
 
 from __future__ import annotations
@@ -15,56 +15,56 @@ StateCopies = tuple[tuple[int, int], ...]
 """Rows of `RowStates`: (from, to)."""
 
 
-class AnyPosition:
-    """A prompt may go on anywhere, and nothing has to be kept for it."""
+class TruncatableCache:
+    """Keys and values can be cut to any length, so no snapshots are needed."""
 
     can_cut = True
-    """What a sequence left may be cut back to fewer tokens."""
+    """True if cached tokens can be truncated."""
 
     def lengths(self, token_ids: tuple[int, ...], most: int) -> Iterator[int]:
-        """Yield after how many of the tokens, at most ``most``, a prompt may go on, the longest first."""
+        """Yield the prefix lengths, at most ``most``, after which a prompt may continue; longest first."""
         del token_ids
         yield most
 
     def load(self, token_ids: tuple[int, ...], row: int) -> StateCopies:
-        """Return the copy that lets ``row`` go on after ``token_ids``, one of `lengths`."""
+        """Return the copy that restores the state after ``token_ids``, one of `lengths`, in ``row``."""
         del token_ids, row
         return ()
 
     def save(self, sequence: Sequence, token_ids: tuple[int, ...], is_turn: bool = False) -> StateCopies:
-        """Return the copy that keeps the state of a sequence's row, which stands after ``token_ids``.
+        """Return the copy that snapshots the state of a sequence's row after ``token_ids``.
 
-        They are its prompt, or a whole turn but for its last token: that was drawn, not fed.
+        These are its prompt, or a whole turn without its last token, which was not fed.
         """
         del sequence, token_ids, is_turn
         return ()
 
     def clear(self) -> None:
-        """Forget all copies."""
+        """Drop all snapshots."""
 
 
-class Snapshots(AnyPosition):
+class Snapshots(TruncatableCache):
     """Rows of `RowStates` behind those of the batch::
 
         P0 P1 P2 A0 A1 E        snapshots after P2 and after A1
-        P0 P1 P2 A0 A1 E U0     the next turn goes on after A1
+        P0 P1 P2 A0 A1 E U0     the next turn continues after A1
         P0 P1 P2 B0 U0          with a rewritten history, after P2
 
-    The least recently used goes first; before it what a longer snapshot of the conversation has replaced, and what no
-    later turn will ask for.
+    Eviction: first snapshots that a longer one of the conversation replaced and those without a later turn, then the
+    least recently used.
     """
 
     can_cut = False
 
     def __init__(self, first: int, count: int, at_turns: bool = True) -> None:
-        """``first`` of ``count`` rows. Without ``at_turns`` only prompts leave snapshots."""
+        """``count`` rows from ``first``. Without ``at_turns`` only prompts are snapshotted."""
         self._rows, self._at_turns = range(first, first + count), at_turns
         self.clear()
 
     def clear(self) -> None:
         self._free = [*self._rows]
         self._held: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        """Row -> tokens; the first to go stands first. Not by tokens: each look at one would hash all of them."""
+        """Row -> tokens, the next to evict first. Not keyed by tokens: every lookup would hash all of them."""
 
     def lengths(self, token_ids: tuple[int, ...], most: int) -> Iterator[int]:
         found = (len(self._held[row]) for row in self._fitting(token_ids))
@@ -89,7 +89,7 @@ class Snapshots(AnyPosition):
         return ((sequence.row, row),)
 
     def _fitting(self, token_ids: tuple[int, ...]) -> Iterator[int]:
-        """Yield the rows with the states after some beginning of ``token_ids``."""
+        """Yield the rows whose snapshot is a prefix of ``token_ids``."""
         for row, known in self._held.items():
             length = len(known)  # the cheap test first: at most places another token stands
             if length <= len(token_ids) and known[-1] == token_ids[length - 1] and known == token_ids[:length]:

@@ -1,15 +1,15 @@
-"""The rollout engine on pipeline stages: every stage has the same schedulers, and the cache of its own layers.
+"""The rollout engine on pipeline stages: every stage runs the same schedulers, with the cache of its own layers.
 
     lane 0   s0 ─► s1 ─► draw        s0 ─► s1 ─► draw
     lane 1         s0 ─► s1 ─► draw        s0 ─► s1 ─► draw       a decode step of each lane goes through the stages
 
-A lane is a `RolloutEngine` with its share of the rows and of the cache. A stage works on one lane while the others are
-on other stages, so as many lanes as stages keep all of them busy. Hidden states go from stage to stage, ids from the
-last one to the first; before the host reads, the last stage tells all what was drawn. With that all stages take the
-same decisions in the same order, and nothing else has to be agreed on.
+A lane is a `RolloutEngine` with its share of the rows and of the cache. There are as many lanes as stages, so each
+stage works on one lane while the others are on other stages. Hidden states go from stage to stage, ids from the last to
+the first; before a host read the last stage sends all drawn tokens to the others. So all stages take the same decisions
+in the same order without further communication.
 
-Copies of the model that share experts advance their lanes together: whoever has fewer passes joins in the others' by
-the experts of its stage alone, and without a message to another stage (see `passes.Passes`).
+Expert-parallel copies of the model advance their lanes together: the one with fewer passes runs dummy passes through
+the experts of its stage, without messages to other stages (see `passes.Passes`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl.inference.batch_state import DecodeText
 from megatron_rl.inference.engine import Engine, EngineLoad, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import drop_unequal_graphs, possible_graphs
 from megatron_rl.inference.guides import Grammars
-from megatron_rl.inference.kv_cache import shared_out
+from megatron_rl.inference.kv_cache import split_options
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.collectives import StageMessages
@@ -41,7 +41,7 @@ class StagedEngine(Engine):
         self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int], decode_text: DecodeText,
         groups: ParallelGroups, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
-        sizes = shared_out(policy, possible_graphs(options, policy, groups), groups.pipeline_group.size())
+        sizes = split_options(policy, possible_graphs(options, policy, groups), groups.pipeline_group.size())
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
         self.lanes = [
             RolloutEngine(policy, size, stop_token_ids, decode_text, groups, messages, grammars) for size in sizes
@@ -64,12 +64,12 @@ class StagedEngine(Engine):
             lane.begin(seed, policy_version)
 
     def submit(self, request: Request) -> None:
-        """See `Engine.submit`. Later turns of a conversation go where the cache has the earlier ones.
+        """See `Engine.submit`. Later turns of a conversation go to the lane that caches the earlier ones.
 
         Raises:
             EngineError: see `EngineOptions.check`.
         """
-        # A harness's samples begin one by one, so each has a lane; the others' begin together.
+        # Each sample of a harness has a lane of its own; the samples of other requests share one.
         conversation = request.index, 0 if request.place.call is None else request.place.first_sample
         lane = self._lane_of.get(conversation) if request.place.turn else None
         lane = lane or min(self.lanes, key=lambda lane: lane.expected_tokens)
@@ -82,7 +82,7 @@ class StagedEngine(Engine):
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Sum of all lanes."""
+        """Sum over all lanes."""
         return sum((lane.statistics for lane in self.lanes), EngineStatistics())
 
     @property
@@ -90,8 +90,8 @@ class StagedEngine(Engine):
         return any(lane.has_unfinished for lane in self.lanes)
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        """See `Engine`. Lanes amid a step are left out: their rows do not have yet what their sequences count."""
-        return [shown for lane in self.lanes if not lane.is_under_way for shown in lane.unfinished_tokens(wanted)]
+        """See `Engine`. Skips lanes within a step, whose sequences count tokens that are not drawn yet."""
+        return [shown for lane in self.lanes if not lane.is_paused for shown in lane.unfinished_tokens(wanted)]
 
     def load(self) -> EngineLoad:
         return EngineLoad(*map(sum, zip(*(lane.load() for lane in self.lanes), strict=True)))
@@ -106,9 +106,9 @@ class StagedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
-        """Advance lanes until one has finished its step. The others stay under way, so that the pipeline is full.
+        """Advance lanes until one has finished its step. The others stay paused, so that the pipeline is full.
 
-        Collective over the lockstep group where copies share experts: all of them advance the same lanes.
+        Collective over the lockstep group of expert-parallel copies, which advance the same lanes.
         """
         while self._shares_experts or self.has_unfinished:
             if self._shares_experts or self._next[0].has_unfinished:
@@ -130,10 +130,10 @@ class StagedEngine(Engine):
             lane.abort()
 
     def _end_steps(self) -> list[Completed]:
-        """Receive messages under way, which the next rollout would take for its own; returns what completes."""
+        """Finish paused steps, so that no message remains for the next rollout; return the completed requests."""
         complete: list[Completed] = []
-        while any(lane.is_under_way for lane in self.lanes):
-            if self._next[0].is_under_way:
+        while any(lane.is_paused for lane in self.lanes):
+            if self._next[0].is_paused:
                 complete += self._next[0].advance() or []
             self._next.rotate(-1)
         return complete
@@ -141,18 +141,18 @@ class StagedEngine(Engine):
 
 @dataclass(frozen=True)
 class StagedRouting:
-    """Between the layers of this stage and those of the model."""
+    """Converts recorded experts between this stage's layers and all layers of the model."""
 
     own: tuple[int, ...]
-    """This stage's, counted from 0 over the model, in the order of `Completion.routing`."""
+    """Indices of this stage's layers in the model, in the order of `Completion.routing`."""
     layers: int
-    """Of the model."""
+    """Number of layers of the model."""
     groups: ParallelGroups
 
     def whole(self, group: RolloutGroup) -> RolloutGroup:
         """Return ``group`` with the experts of all layers; collective over the model copy.
 
-        Not over its stages: between two reads of the host the last stage is ahead of the others.
+        A collective over the stages would deadlock: between host reads the last stage is ahead of the others.
         """
 
         def gathered(routing: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ class StagedRouting:
         return _changed(group, gathered)
 
     def part(self, group: RolloutGroup) -> RolloutGroup:
-        """Return ``group`` with the experts of this stage's layers alone."""
+        """Return ``group`` with only the experts of this stage's layers."""
         return _changed(group, lambda routing: routing[:, list(self.own)])
 
 

@@ -1,10 +1,10 @@
-"""The books of a decode step in Triton kernels on CUDA, two before the model and one after the draw.
+"""Bookkeeping of a decode step in Triton kernels: two before the model and one after the draw.
 
-    ahead    where the rows' next tokens go, and the numbers that draw them
-    cells    where that is in a cache over blocks
-    record   what was drawn: tokens, log-probs, counts, positions, and which rows have ended
+    ahead    positions and random numbers of the next tokens
+    cells    their cells in a paged cache
+    record   store drawn tokens, log-probs, counts and positions; end rows
 
-Their twins in plain torch are `BatchState.ahead`, `PagedCache.slot_mapping` and `BatchState.record`, to the bit.
+Bit-identical torch twins: `BatchState.ahead`, `PagedCache.slot_mapping` and `BatchState.record`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ahead(state: BatchState, rows: int, steps: int, max_length: int) -> tuple[to
 
 @triton.jit(do_not_specialize=["rows", "last"])
 def ahead_kernel(position, seed, positions, numbers, rows, last, BLOCK: tl.constexpr):
-    """Compute positions and random numbers of the steps ahead; one program per step of BLOCK rows."""
+    """Compute positions and random numbers of the next steps; one program per step and BLOCK rows."""
     step, row = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < rows
     place = tl.minimum(tl.load(position + row, mask=is_row, other=0) + step, last.to(tl.int64))
@@ -48,7 +48,7 @@ def ahead_kernel(position, seed, positions, numbers, rows, last, BLOCK: tl.const
 
 @triton.jit
 def _uniform(seeds, positions):
-    """`arithmetic.uniform`: whole numbers of 64 bits wrap around, and none of the last steps rounds."""
+    """`arithmetic.uniform`: 64-bit integers wrap around, and the last steps are exact."""
     mixed = seeds.to(tl.uint64, bitcast=True) * _unsigned(_GAMMA)
     mixed += (positions + 1).to(tl.uint64, bitcast=True) * _unsigned(_POSITION)
     mixed = (mixed ^ (mixed >> 30)) * _unsigned(_MIX_1)
@@ -63,9 +63,9 @@ def _unsigned(number: tl.constexpr):
 
 
 def cells(table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return where token i of row ``rows[i]``, at ``positions[..., i]``, goes in a cache over blocks, in int64.
+    """Return the cell of token i of row ``rows[i]`` at ``positions[..., i]`` in a paged cache, int64.
 
-    ``table`` [rows, blocks of a row] int32 names the blocks. See `PagedCache.slot_mapping`.
+    ``table`` [rows, blocks per row] int32. See `PagedCache.slot_mapping`.
     """
     found = torch.empty_like(positions, memory_format=torch.contiguous_format)
     cells_kernel[(triton.cdiv(found.numel(), _BLOCK),)](
@@ -87,7 +87,7 @@ def cells_kernel(table, rows, positions, found, total, count, stride, SIZE: tl.c
 
 
 def record(state: BatchState, rows: slice | torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-    """See `BatchState.record`; a slice begins at 0. ``tokens`` and ``logprobs`` lie row by row of any stride."""
+    """See `BatchState.record`; a slice begins at 0. ``tokens`` and ``logprobs`` may have any row stride."""
     steps, count = tokens.shape
     record_kernel[(triton.cdiv(count, _BLOCK),)](
         rows if isinstance(rows, torch.Tensor) else None, tokens, logprobs, state.is_stop, state.token, state.position,
@@ -96,7 +96,7 @@ def record(state: BatchState, rows: slice | torch.Tensor, tokens: torch.Tensor, 
     )  # fmt: skip
 
 
-# What was drawn may be a view of a longer burst.
+# The drawn tokens may be a view of a longer run of steps.
 @triton.jit(
     do_not_specialize=["rows_given", "steps", "token_stride", "logprob_stride", "trash"],
     do_not_specialize_on_alignment=["drawn", "drawn_logprobs"],
@@ -105,7 +105,7 @@ def record_kernel(
     chosen, drawn, drawn_logprobs, is_stop, token, position, count, limit, alive, tokens, logprobs,
     rows_given, steps, token_stride, logprob_stride, trash, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Record what was drawn; one program per BLOCK rows, step after step; rows of ``tokens`` are ``trash`` + 1 long."""
+    """Record drawn tokens; one program per BLOCK rows, step by step; rows of ``tokens`` have ``trash`` + 1 columns."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = place < rows_given
     row = place if chosen is None else tl.load(chosen + place, mask=is_row, other=0)

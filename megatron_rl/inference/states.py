@@ -1,7 +1,7 @@
-"""Recurrent states beside the KV cache: of each layer that has one, a matrix a head for every row of the batch.
+"""Recurrent states beside the KV cache: in each layer that has one, a matrix per head for every row of the batch.
 
-A state is that of all tokens so far, and cannot be cut back to fewer. So a prompt goes on only from a copy that was
-kept in a row behind those of the batch (`Snapshots`). Samples of one prompt copy the state at its end.
+A state covers all tokens so far and cannot be truncated. So a prompt continues only from a snapshot, kept in a row
+behind those of the batch (`Snapshots`). Samples of one prompt copy the state at its end.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_rl.models.delta_rule import Chunks, LayerStates
 
 
 class RowStates:
-    """The states of all layers, in tensors whose addresses stay."""
+    """The recurrent states of all layers, at fixed addresses."""
 
     def __init__(self, layers: Sequence[StateCache], rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``dtype`` of the model, in which the inputs of the convolution are kept; states are fp32."""
+        """``dtype``: the model's, for inputs of the convolution; states are fp32."""
         self._taps = layers[0].taps
         self.past = [torch.zeros(rows, one.taps, one.channels, dtype=dtype, device=device) for one in layers]
         self.memory = [
@@ -31,28 +31,28 @@ class RowStates:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that hold them."""
+        """All state tensors."""
         return [*self.past, *self.memory]
 
     def watch(self, alive: torch.Tensor) -> None:
-        """Keep the states of rows that are not ``alive`` [rows] in decode steps: their prompts may be under way."""
+        """Freeze the states of rows that are not ``alive`` [rows] in decode steps, e.g. of partly computed prompts."""
         self._watched = self._alive = alive
 
     def end(self, ended: torch.Tensor) -> None:
-        """Keep the states of rows that have ``ended`` [N] from now on until `begin_decode`."""
+        """Freeze the states of rows that have ``ended`` [N] until the next `begin_decode`."""
         self._alive = self._alive[: self._count] & ~ended
 
     def begin_prompts(self, rows: torch.Tensor, lengths: Sequence[int], continues: bool) -> None:
-        """Prepare for prompts of ``rows`` [N], or where it ``continues`` for more tokens of them."""
+        """Prepare for prompts of ``rows`` [N], or if it ``continues`` for more tokens of them."""
         self._rows, self._continues = rows, continues
         self._chunks = Chunks.of(lengths, self._taps, rows.device)
 
     def begin_decode(self, count: int) -> None:
-        """Prepare for decode steps of the first rows."""
+        """Prepare for decode steps of the first ``count`` rows."""
         self._rows, self._chunks, self._count, self._alive = None, None, count, self._watched
 
     def of(self, layer: int) -> LayerStates:
-        """Return what the ``layer``, counted among those that have states, reads and writes."""
+        """Return the states that ``layer`` reads and writes, as index among the layers with states."""
         held = self.past[layer], self.memory[layer]
         if self._chunks is None:
             read = tuple(each[: self._count] for each in held)
@@ -61,6 +61,6 @@ class RowStates:
         return LayerStates(*read, self._alive[: self._count], self._chunks, self._rows, held)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy rows: ``destination[i]`` gets what ``source[i]`` held before any of them was changed."""
+        """Copy rows, as if at once: ``destination[i]`` gets the old content of ``source[i]``."""
         for held in self.tensors:
             held[destination] = held[source]

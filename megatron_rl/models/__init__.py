@@ -10,8 +10,8 @@ import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is 
 
 
 @contextlib.contextmanager
-def changed(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Set the attribute ``name`` of each owner in ``values`` inside the block, and restore it afterwards."""
+def override(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
+    """Set attribute ``name`` of each key in ``values`` inside the context, and restore it afterwards."""
     before = {owner: getattr(owner, name, None) for owner in values}
     try:
         for owner, value in values.items():

@@ -1,11 +1,11 @@
-"""Low-rank adapters beside parallel linears and stacks of experts: W x + s B A x, or W + s B A; see `families/lora.py`.
+"""LoRA adapters of parallel linears and stacked experts: W x + s B A x, or W + s B A; see `families/lora.py`.
 
-What tensor-parallel ranks exchange for an adapter is as wide as its rank::
+Communication between tensor-parallel ranks is as wide as the adapter's rank::
 
-    column   A whole, B cut by rows         A x is gathered (sequence parallelism), or its gradient is added up
-    row      A cut by columns, B whole      A x is added up, or each rank gets its share of the tokens
+    column   A replicated, B split by rows     A x is gathered (sequence parallelism), or its gradient is summed
+    row      A split by columns, B replicated  A x is summed, or each rank gets its share of the tokens
 
-Experts exchange tokens elsewhere: what their tensor-parallel ranks have whole gets its gradient added up.
+Experts exchange tokens elsewhere: there only the gradients of replicated matrices are summed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from megatron_rl.families.lora import LowRank
 from megatron_rl.quantization.copies import LinearKind, StackedLinear
 
 _ALIGNED_BYTES = 16
-"""Rows of what a grouped product multiplies begin at multiples of this."""
+"""Row alignment of grouped products."""
 
 
 class Adapter(torch.nn.Module):
-    """The adapter of one linear; a stack of experts has one for all of them, ``[E, ...]``."""
+    """The adapter of one linear, or of all experts of a stack, ``[E, ...]``."""
 
     def __init__(self, parts: Sequence[LowRank], owner: torch.Tensor, dropout: float) -> None:
-        """``parts``: one, or one an expert; ``owner`` [outputs of this rank]: which A a row is of, -1 where none."""
+        """``parts``: one, or one per expert; ``owner`` [outputs of this rank]: the A of each row, -1 for none."""
         super().__init__()
         self.parts, self.scale, self.is_on = tuple(parts), parts[0].scale, True
-        """``is_on`` False: the linear is the base's alone."""
+        """``is_on`` False: use the base linear alone."""
         self._count, self._dropout = len(parts[0].adapted), dropout
         mask = functional.one_hot(owner + 1, self._count + 1)[:, 1:]
         self.register_buffer("mask", mask.bool(), persistent=False)
 
     def _make(self, like: torch.nn.Parameter, is_column: bool, is_whole: bool) -> None:
-        """Make A and B beside the weight ``like``; if it ``is_whole``, no other tensor-parallel rank has a part."""
+        """Create A and B for the weight ``like``; ``is_whole``: it is not split over tensor-parallel ranks."""
         rank, (*experts, outputs, inputs) = self.parts[0].rank, like.shape
         rows, columns, stride = like.dim() - 2, like.dim() - 1, self.parts[0].linear.blocks
         self.lora_a = torch.nn.Parameter(like.new_empty(*experts, self._count * rank, inputs))
@@ -54,33 +54,33 @@ class Adapter(torch.nn.Module):
         _mark(self.lora_b, like, is_own=is_whole or is_column, dimension=rows, stride=stride)
 
     def named(self) -> Iterator[tuple[Parameter, torch.nn.Parameter]]:
-        """Yield each A and B of this rank and what it is in the whole model; of a stack views of the single experts."""
+        """Yield each A and B of this rank with its description; of a stack, views of the single experts."""
         for index, part in enumerate(self.parts):
             for described, values in ((part.a, self.lora_a), (part.b, self.lora_b)):
                 yield described, values if values.dim() == 2 else expert_of(values, index)
 
     def merged(self, weight: torch.Tensor, expert: int | None = None) -> torch.Tensor:
-        """Return W + s B A in fp32, [outputs, inputs] of this rank; ``weight`` as it is where the adapter is off.
+        """Return W + s B A in fp32, [outputs, inputs] of this rank, or ``weight`` if the adapter is off.
 
-        Rounding the sum to bf16 would lose most of a small adapter: at 2e-4 of the weight's size 95 % of it.
+        Rounded to bf16, the sum would lose most of a small adapter: 95 % of it at 2e-4 of the weight's size.
         """
         if not self.is_on:
             return weight
         a, b = (values if expert is None else values[expert] for values in (self.lora_a, self.lora_b))
         return torch.addmm(weight.float(), self._spread(b.float()), a.float(), alpha=self.scale)
 
-    def straight_through(self, seen: torch.Tensor, *given: Any) -> torch.Tensor | float:
-        """Return zeros that have the adapter's gradient, where its numbers are in the quantised weight already.
+    def straight_through(self, seen: torch.Tensor, *args: Any) -> torch.Tensor | float:
+        """Return zeros with the adapter's gradient, for a quantised weight that includes the adapter.
 
-        ``seen`` is the linear's input after rounding. dW is never formed: dA and dB come of products of width r.
+        ``seen``: the linear's input after rounding. dA and dB come from products of width r, without dW.
         """
         if not (self.is_on and torch.is_grad_enabled()):
             return 0.0
-        added = self(seen.detach(), *given)
+        added = self(seen.detach(), *args)
         return added - added.detach()
 
     def _spread(self, b: torch.Tensor) -> torch.Tensor:
-        """[..., outputs, r] -> [..., outputs, matrices x r]: B where a row's own matrix is, 0 elsewhere."""
+        """Expand [..., outputs, r] to [..., outputs, matrices x r]: B in the columns of each row's matrix, else 0."""
         if self._count == 1 and len(self.parts[0].matrices) == 1:
             return b
         return (self.mask[:, :, None] * b[..., :, None, :]).flatten(-2)
@@ -91,7 +91,7 @@ class Adapter(torch.nn.Module):
 
 
 def low_rank_product(part: LowRank, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return s B A of a whole linear, [outputs, inputs], of all of its A and B."""
+    """Return s B A of a whole linear, [outputs, inputs], from its whole A and B."""
     owner = torch.cat([torch.full((count,), index) for index, count in part.owners])
     mask = functional.one_hot(owner + 1, len(part.adapted) + 1)[:, 1:].to(b.dtype)
     return part.scale * (mask[:, :, None] * b[:, None, :]).flatten(1) @ a
@@ -107,11 +107,11 @@ class LinearAdapter(Adapter):
         is_whole = kind.is_expert and kind.group is None  # tensor-parallel ranks have other experts then
         self._make(linear.weight, self._is_column, is_whole)
         whole = self.lora_a if self._is_column else self.lora_b
-        # Each rank sees a share of the tokens then: megatron adds up the gradients of what has this mark.
+        # Each rank sees a share of the tokens: megatron sums the gradients of parameters with this mark.
         whole.sequence_parallel = linear.sequence_parallel and self._exchanges and self._group is not None
 
     def forward(self, x: torch.Tensor, in_shares: bool) -> torch.Tensor:
-        """Return what is added to the output, given the linear's own input; ``in_shares``: ranks share the tokens."""
+        """Return the adapter's output for the linear's input; ``in_shares``: sequence parallelism."""
         group, a, b = self._group, self.lora_a, self.lora_b
         if group is not None and not self._exchanges:
             a, b = _with_summed_gradient(a, b, self._is_column, group)
@@ -128,7 +128,7 @@ class LinearAdapter(Adapter):
 
 
 class StackAdapter(Adapter):
-    """The adapter of a stack of experts: each has an A and a B of its own."""
+    """The adapter of a stack of experts: each has its own A and B."""
 
     def __init__(self, stack: StackedLinear, parts: Sequence[LowRank], owner: torch.Tensor, dropout: float) -> None:
         super().__init__(parts, owner, dropout)
@@ -138,7 +138,7 @@ class StackAdapter(Adapter):
         self._make(stack.weight, self._is_column, is_whole)
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the product of ``tokens`` [T, inputs] sorted by expert; ``ends`` [E] int32."""
+        """Return the addition to the product of ``tokens`` [T, inputs] sorted by expert; ``ends`` [E] int32."""
         a, b = self.lora_a, self.lora_b
         if self._group is not None:
             a, b = _with_summed_gradient(a, b, self._is_column, self._group)
@@ -151,17 +151,17 @@ class StackAdapter(Adapter):
 
 
 class _AdaptedLinear:
-    """Ahead of a linear's own class: its output and the adapter's."""
+    """Mixin before a linear's class: adds the adapter's output."""
 
-    def forward(self, input_: torch.Tensor, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        product, bias = super().forward(input_, *given, **named)
+    def forward(self, input_: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        product, bias = super().forward(input_, *args, **named)
         if self.adapter.is_on:
             product = product + self.adapter(input_, self.sequence_parallel)
         return product, bias
 
 
 class _AdaptedStack:
-    """The same of a stack of experts."""
+    """Mixin before the class of a stack of experts: adds the adapter's output."""
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         product = super().forward(tokens, ends)
@@ -169,16 +169,16 @@ class _AdaptedStack:
 
 
 def attach(linear: torch.nn.Module, adapter: Adapter) -> None:
-    """Add the adapter's output to the linear's from now on.
+    """Make the linear add the adapter's output, by changing its class.
 
-    Not by a hook or a method of the instance: rollouts look up ``forward``, and quantised copies hide it for a while.
+    A hook or an instance method would not do: rollouts look up ``forward``, and quantised copies replace it for a time.
     """
     linear.adapter = adapter.to(linear.weight.device)
     linear.__class__ = _adapted(type(linear), _AdaptedStack if isinstance(linear, StackedLinear) else _AdaptedLinear)
 
 
 def adapters_in(model: torch.nn.Module) -> list[Adapter]:
-    """List the adapters of a model or a chunk of it, in its order; none in a model that is trained in full."""
+    """List the adapters of a model or chunk in order; empty if it is trained in full."""
     return [module for module in model.modules() if isinstance(module, Adapter)]
 
 
@@ -190,14 +190,14 @@ def _adapted(linear: type, ahead: type) -> type:
 def _with_summed_gradient(
     a: torch.Tensor, b: torch.Tensor, is_column: bool, group: torch.distributed.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all ranks of ``group`` have whole gets the sum of the gradients that each has a part of."""
+    """Sum the gradient of the replicated matrix over the ranks of ``group``."""
     if is_column:
         return copy_to_tensor_model_parallel_region(a, group=group), b
     return a, copy_to_tensor_model_parallel_region(b, group=group)
 
 
 def _mark(values: torch.Tensor, like: torch.Tensor, is_own: bool, dimension: int, stride: int) -> None:
-    """megatron's marks. ``is_own``: no other tensor-parallel rank has these numbers."""
+    """Set megatron's marks. ``is_own``: the values are not replicated over tensor-parallel ranks."""
     set_tensor_model_parallel_attributes(values, is_own, dimension, stride)
     values.allreduce = getattr(like, "allreduce", True)
 

@@ -1,10 +1,10 @@
-"""The gated delta rule over sequences laid end to end, and one step of it: torch alone, fp32.
+"""The gated delta rule over concatenated sequences, and one decode step of it: plain torch, fp32.
 
-    S <- exp(g) S;   S <- S + b k (v - S^T k)^T;   output = S^T q          S [key width, value width] of a value head
+    S <- exp(g) S;   S <- S + b k (v - S^T k)^T;   output = S^T q          S [key width, value width] per value head
 
-A sequence is cut into chunks. Within one, what its tokens do to each other is a triangular system, solved for all
-chunks of all sequences at once (Yang et al., 2024, https://arxiv.org/abs/2412.06464); then the states go from chunk to
-chunk, a step for all sequences that have as many::
+A sequence is cut into chunks. The interactions within a chunk are a triangular system, solved for all chunks of all
+sequences at once (Yang et al., 2024, https://arxiv.org/abs/2412.06464); then states pass from chunk to chunk, one step
+for all sequences that have another::
 
     lengths 5, 9, 2, chunks of 4     step 0: [b0 a0 c0]  step 1: [b1 a1]  step 2: [b2]      the longest sequence first
 """
@@ -23,50 +23,50 @@ from megatron_rl.platform.device import to_device
 
 LONGEST_CHUNK, SHORTEST_CHUNK = 64, 16
 _EPSILON = 1e-6
-"""Of the length that queries and keys are divided by."""
+"""Lower bound in the normalisation of queries and keys."""
 
 
 class DeltaInputs(NamedTuple):
-    """Of T tokens, after the convolution."""
+    """Inputs of the delta rule for T tokens, after the convolution."""
 
     query: torch.Tensor
-    """[T, key heads, key width], of length 1 / sqrt(key width)."""
+    """[T, key heads, key width], of norm 1 / sqrt(key width)."""
     key: torch.Tensor
-    """[T, key heads, key width], of length 1."""
+    """[T, key heads, key width], of norm 1."""
     value: torch.Tensor
-    """[T, value heads, value width]; value heads share the keys in groups."""
+    """[T, value heads, value width]; groups of value heads share a key head."""
     strength: torch.Tensor
-    """[T, value heads], between 0 and 1: ``b``."""
+    """``b``: [T, value heads], between 0 and 1."""
     decay: torch.Tensor
-    """[T, value heads], at most 0: ``g``."""
+    """``g``: [T, value heads], at most 0."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where the tokens of a packed batch lie in its chunks, and in the line that the convolution runs over."""
+    """Index maps between a packed batch, its chunks, and the input line of the convolution."""
 
     active: tuple[int, ...]
-    """Sequences that have a chunk in each step; chunks lie step by step."""
+    """Number of sequences in each step; chunks are stored step by step."""
     tokens: torch.Tensor
-    """[chunks, size] int64: the token in each cell, 0 where there is none."""
+    """[chunks, size] int64: the token of each cell, 0 in empty cells."""
     is_token: torch.Tensor
     """[chunks, size] bool."""
     cell: torch.Tensor
-    """[T] int64: the cell of each token."""
+    """[T] int64: cell of each token."""
     order: torch.Tensor
-    """[B] int64: the longest sequence first."""
+    """[B] int64: sequences by descending length."""
     place: torch.Tensor
-    """[B] int64: of each sequence in that order."""
+    """[B] int64: rank of each sequence in that order."""
     line: torch.Tensor
-    """[T + B taps] int64: before each sequence its past, then its tokens, which are counted from B taps on."""
+    """[T + B taps] int64: each sequence's past, then its tokens; tokens are numbered from B taps on."""
     on_line: torch.Tensor
-    """[T] int64: of each token."""
+    """[T] int64: position of each token on the line."""
     ends: torch.Tensor
-    """[B, taps] int64: the last of each sequence on the line."""
+    """[B, taps] int64: the last positions of each sequence on the line."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], taps: int, device: torch.device) -> Chunks:
-        """Lay out sequences, before each ``taps`` tokens of its past. Nothing is read from the device."""
+        """Build the maps; each sequence is preceded by ``taps`` past tokens. No host read."""
         longest = max(lengths)
         size = LONGEST_CHUNK if longest >= LONGEST_CHUNK else max(SHORTEST_CHUNK, 1 << (longest - 1).bit_length())
         order = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
@@ -99,23 +99,23 @@ class Chunks:
 
 @dataclass(frozen=True)
 class LayerStates:
-    """What a layer reads and writes in one forward pass."""
+    """Recurrent states that a layer reads and writes in one forward pass."""
 
     past: torch.Tensor | None
-    """[N, taps, channels]: in a decode step views of the first rows; in prompts None where these begin."""
+    """[N, taps, channels]: views of the first rows in a decode step; None for prompts from their beginning."""
     memory: torch.Tensor | None
     """[N, heads, key width, value width] fp32, likewise."""
     alive: torch.Tensor
-    """[N] bool, in a decode step: the rows whose states may change."""
+    """[N] bool, in a decode step: rows whose states may change."""
     chunks: Chunks | None
-    """Of prompts; None in a decode step."""
+    """For prompts; None in a decode step."""
     rows: torch.Tensor | None
-    """[N] of prompts."""
+    """[N], for prompts."""
     held: tuple[torch.Tensor, torch.Tensor]
-    """Of all rows."""
+    """``past`` and ``memory`` of all rows."""
 
     def keep(self, past: torch.Tensor, memory: torch.Tensor) -> None:
-        """Store what prompts leave."""
+        """Store the states after prompts."""
         for held, new in zip(self.held, (past, memory), strict=True):
             held.index_copy_(0, self.rows, new.to(held.dtype))
 
@@ -123,12 +123,12 @@ class LayerStates:
 def convolved(
     inputs: torch.Tensor, weight: torch.Tensor, chunks: Chunks, past: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve each channel by itself, causally, and apply SiLU.
+    """Apply a causal depthwise convolution and SiLU.
 
     Args:
         inputs: [T, channels].
         weight: [channels, 1, taps + 1].
-        chunks: of the sequences.
+        chunks: index maps of the sequences.
         past: [B, taps, channels] before each sequence; None: zeros.
 
     Returns:
@@ -137,19 +137,20 @@ def convolved(
     channels, taps = inputs.shape[1], weight.shape[-1] - 1
     before = inputs.new_zeros(len(chunks.order) * taps, channels) if past is None else past.flatten(0, 1)
     line = torch.cat((before, inputs)).index_select(0, chunks.line)
-    turned = functional.conv1d(line.float().t()[None], weight.float(), groups=channels)[0]
-    return functional.silu(turned.t().index_select(0, chunks.on_line - taps)), line[chunks.ends]
+    convolution = functional.conv1d(line.float().t()[None], weight.float(), groups=channels)[0]
+    return functional.silu(convolution.t().index_select(0, chunks.on_line - taps)), line[chunks.ends]
 
 
 def delta_inputs(
-    turned: torch.Tensor, widths: tuple[int, int], heads: tuple[int, int], strength: torch.Tensor, decay: torch.Tensor
-) -> DeltaInputs:
-    """Take apart ``turned`` [T, channels], what the convolution gives; ``widths`` and ``heads``: of keys, values.
+    convolution: torch.Tensor, widths: tuple[int, int], heads: tuple[int, int], strength: torch.Tensor,
+    decay: torch.Tensor,
+) -> DeltaInputs:  # fmt: skip
+    """Split the convolution's output [T, channels] into inputs of the delta rule.
 
-    Of each key head there come the query, the key and the values of its value heads.
+    ``widths`` and ``heads``: of keys and of values. Channels are ordered by key head: query, key, values.
     """
     of_values = widths[1] * heads[1] // heads[0]
-    query, key, value = turned.unflatten(-1, (heads[0], -1)).split((widths[0], widths[0], of_values), -1)
+    query, key, value = convolution.unflatten(-1, (heads[0], -1)).split((widths[0], widths[0], of_values), -1)
     query, key = _normed(query), _normed(key)
     return DeltaInputs(query * widths[0] ** -0.5, key, value.reshape(-1, heads[1], widths[1]), strength, decay)
 
@@ -161,10 +162,10 @@ def _normed(heads: torch.Tensor) -> torch.Tensor:
 def delta_rule(
     inputs: DeltaInputs, chunks: Chunks, state: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [T, value heads, value width], and the last states [B, value heads, key width, value width].
+    """Return outputs [T, value heads, value width] and final states [B, value heads, key width, value width].
 
-    ``state`` are those at the beginnings; None: zeros. In the code N chunks of C tokens, ``k`` key heads, ``s`` value
-    heads to each, key width ``d``, value width ``e``.
+    ``state``: the initial ones; None: zeros. Names in the code: N chunks of C tokens, ``k`` key heads with ``s`` value
+    heads each, key width ``d``, value width ``e``.
     """
     groups, key_width = inputs.key.shape[1:]
     share, value_width = inputs.value.shape[1] // groups, inputs.value.shape[2]
@@ -176,10 +177,10 @@ def delta_rule(
 
     query, key = cut(inputs.query, groups, 1), cut(inputs.key, groups, 1)
     value, is_token = cut(inputs.value, groups, share), chunks.is_token[:, None, None]
-    # A cell without a token changes nothing: it neither writes nor decays.
+    # Empty cells neither write nor decay.
     strength = cut(inputs.strength, groups, share).where(is_token, 0.0)
     decayed = cut(inputs.decay, groups, share).where(is_token, 0.0)
-    # On a GPU a cumsum of floats refuses to be deterministic.
+    # On a GPU torch has no deterministic cumsum of floats.
     sums = decayed.new_ones(2 * decayed.shape[-1:]).triu() if torch.are_deterministic_algorithms_enabled() else None
     decayed = decayed.cumsum(-1) if sums is None else decayed @ sums
     between = decayed[..., :, None] - decayed[..., None, :]
@@ -214,14 +215,14 @@ def delta_rule(
 
 
 def convolved_step(inputs: torch.Tensor, weight: torch.Tensor, past: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Do as `convolved` with a token a row, [N, channels]; ``past`` [N, taps, channels] moves on in ``alive`` rows."""
+    """Do one step of `convolved`, [N, channels]; updates ``past`` [N, taps, channels] of ``alive`` rows in place."""
     line = torch.cat((past, inputs[:, None]), 1)
     past.copy_(line[:, 1:].where(alive[:, None, None], past))
     return functional.silu((line.float() * weight[:, 0].t().float()).sum(1))
 
 
 def delta_step(inputs: DeltaInputs, state: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Do as `delta_rule` with a token a row, [N, ..]; ``state`` changes in place in rows that are ``alive`` [N]."""
+    """Do one step of `delta_rule`, [N, ..]; updates ``state`` of ``alive`` [N] rows in place."""
     share = inputs.value.shape[1] // inputs.key.shape[1]
     query, key = (each.repeat_interleave(share, 1)[..., None, :] for each in (inputs.query, inputs.key))
     strength, decay = (each.where(alive[:, None], 0.0)[..., None] for each in (inputs.strength, inputs.decay))

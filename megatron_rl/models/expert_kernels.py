@@ -1,10 +1,10 @@
-"""Triton kernels that send a rollout's tokens to their experts and back, on CUDA; twins in `expert_ops`.
+"""Triton kernels that move rollout tokens to their experts and back, on CUDA; twins in `expert_ops`.
 
     route      logits [T, E] -> the k experts of each token, and their shares
-    dispatch   the tokens sorted by expert, as numbers or as codes, and where each expert's end
+    dispatch   tokens sorted by expert, as numbers or codes, and the end of each expert's rows
     combine    the sum of each token's k outputs, in the order of the experts
 
-Nothing is added atomically, so the same numbers give the same sums. The host reads nothing.
+No atomic additions, so results are reproducible. No host read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.models.kernels import sink_for, write_row
 from megatron_rl.quantization.recipe import PackedActivations, Packing
 
 MOST_COUNTED = 4096
-"""Pairs of token and expert up to which each program of `dispatch` counts those before its own; more are sorted."""
+"""Up to so many (token, expert) pairs each `dispatch` program counts the pairs before its own; more are sorted."""
 _COUNTED_AT_ONCE = 128
 _PIECE = 1024
 _SMALLEST = tl.constexpr(-(2**63))
@@ -27,10 +27,10 @@ _SMALLEST = tl.constexpr(-(2**63))
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, over_all: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return shares [T, k] fp32 and experts [T, k] int32 with the largest ``logits`` [T, E] fp32, largest first.
+    """Return shares [T, k] fp32 and experts [T, k] int32 of the largest ``logits`` [T, E] fp32, largest first.
 
-    ``bias`` [E] is added first. The softmax is over the experts that are chosen, or ``over_all``. Of equal logits the
-    first expert's is taken.
+    ``bias`` [E] is added first. The softmax is over the chosen experts, or all with ``over_all``. Ties go to the lower
+    expert number.
     """
     tokens, experts = logits.shape
     shares = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -57,7 +57,7 @@ def route_kernel(
         x += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     if OVER_ALL:
         x = _softmax(x)
-    # One whole number orders a float and its place: of equal floats the first, and of NaN some expert there is.
+    # One integer orders a float and its index: ties go to the first, and NaN still gives a valid expert.
     bits = x.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     ordered = tl.where(inside, (ordered << 32) | (BLOCK - 1 - expert).to(tl.int64), _SMALLEST)
@@ -83,12 +83,12 @@ def _softmax(x):
 def dispatch(
     tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, experts: int, packing: Packing | None
 ) -> tuple[torch.Tensor | PackedActivations, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``tokens`` [T, hidden], once for each of their experts here: N = T x min(k, ``experts``) rows.
+    """Return ``tokens`` [T, hidden] once for each of their local experts: N = T x min(k, ``experts``) rows.
 
-    ``shares`` [T, k] fp32, ``chosen`` [T, k] int32 or int64; ``experts`` and above are elsewhere. Returns the rows,
-    sorted by expert and then by token, as numbers or as ``packing`` says; their shares [N]; where each expert's rows
-    end, [E] int32; and the rows of each token [T, k] int32, the first expert's first, -1 at the end for those
-    elsewhere. What stands behind the last end is not written.
+    ``shares`` [T, k] fp32, ``chosen`` [T, k] int32 or int64; numbers from ``experts`` on belong to other ranks. Returns
+    the rows, sorted by expert and then by token, as numbers or as in ``packing``; their shares [N]; the end of each
+    expert's rows, [E] int32; and the rows of each token [T, k] int32 in expert order, -1 for other ranks. Rows after
+    the last end are not written.
     """
     (count, columns), top_k, device = tokens.shape, chosen.shape[1], tokens.device
     rows, slots = count * min(top_k, experts), triton.next_power_of_2(top_k)
@@ -115,9 +115,9 @@ def dispatch_kernel(
     out, scales, smoothing, out_columns, scale_stride, SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy a token in each program below ``count``; those behind find where SLOTS experts end.
+    """Copy one token per program below ``count``; each later program finds the ends of SLOTS experts.
 
-    Both count pairs: before each of the token's own, and before the end of an expert.
+    Both count the pairs before: a token's own pairs, or an expert's end.
     """
     program = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
@@ -154,7 +154,7 @@ def dispatch_kernel(
 
 @triton.jit
 def _pairs_before(chosen, expert, pair, pairs, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many pairs come before each ``pair`` [SLOTS] of ``expert`` [SLOTS]: by expert, then by their number."""
+    """Count the pairs before each ``pair`` [SLOTS] of ``expert`` [SLOTS], ordered by expert and then number."""
     found = tl.zeros((CHUNK, SLOTS), tl.int32)
     for start in range(0, pairs, CHUNK):
         other = start + tl.arange(0, CHUNK)
@@ -165,9 +165,9 @@ def _pairs_before(chosen, expert, pair, pairs, SLOTS: tl.constexpr, CHUNK: tl.co
 
 
 def combine(output: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the rows of ``output`` [N, hidden] that ``places`` [T, k] name, in fp32: [T, hidden].
+    """Sum the rows of ``output`` [N, hidden] listed in ``places`` [T, k], in fp32: [T, hidden].
 
-    Added one after another and rounded once, as torch's ``scatter_add_`` on a CPU does.
+    Added in order and rounded once, like torch's ``scatter_add_`` on a CPU.
     """
     (tokens, top_k), columns = places.shape, output.shape[1]
     summed = output.new_empty(tokens, columns)
@@ -180,7 +180,7 @@ def combine(output: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def combine_kernel(output, places, summed, columns, stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum up each token's experts; one program per token, or stretch of one."""
+    """Sum up each token's experts; one program per token, or per piece of a row."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

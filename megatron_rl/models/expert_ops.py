@@ -1,7 +1,7 @@
-"""How a rollout's tokens get to their experts and back: three steps around the products, the host reads nothing.
+"""Routing, dispatch and combination of rollout tokens around the experts' products, without a host read.
 
-Eager torch is the definition. It does what megatron's router and dispatcher do where a rank has a part of all experts,
-and on a CPU gives their bits. On CUDA megatron's sum is of atomic additions, and no two runs need have the same.
+Eager torch is the definition: it does what megatron's router and dispatcher do for local experts, with the same bits on
+a CPU. On CUDA megatron's sums are atomic and not reproducible.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class Dispatched:
     """T tokens, once for each of their experts on this rank: N rows, sorted by expert and then by token."""
 
     rows: LinearInput
-    """[N, hidden]; undefined behind the last end."""
+    """[N, hidden]; undefined after the last end."""
     shares: torch.Tensor
-    """[N] fp32: what the router gives each."""
+    """[N] fp32: router weight of each row."""
     ends: torch.Tensor
-    """[E] int32: where each expert's rows end."""
-    way_back: torch.Tensor
-    """Eager: the token of each row [N], T for a row that no token has. Kernels: the rows of each token [T, k]."""
+    """[E] int32: end of each expert's rows."""
+    combine_index: torch.Tensor
+    """Eager: the token of each row [N], T for unused rows. Kernels: the rows of each token [T, k]."""
 
 
 class ExpertOps:
-    """T tokens, k experts each."""
+    """Routing steps for T tokens with k experts each."""
 
     def __init__(self, fused: bool) -> None:
-        """``fused``: a Triton kernel for each step."""
+        """``fused``: use Triton kernels."""
         self._fused = fused
 
     def route(self, tokens: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map ``tokens`` [T, hidden] to shares fp32 and numbers of their experts, [T, k] each, largest first."""
+        """Route ``tokens`` [T, hidden]: return shares fp32 and expert numbers, [T, k] each, largest first."""
         config = router.config
         is_known = config.moe_router_score_function == "softmax" and config.moe_router_topk_scaling_factor is None
         if not (self._fused and is_known):
@@ -65,7 +65,7 @@ class ExpertOps:
     def dispatch(
         self, tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, experts: int, reader: torch.nn.Module
     ) -> Dispatched:
-        """Sort by expert, for the product ``reader``; an expert from ``experts`` on is another rank's."""
+        """Sort by expert, for the product ``reader``; numbers from ``experts`` on belong to other ranks."""
         if self._fused:
             from megatron_rl.models.expert_kernels import dispatch
 
@@ -88,16 +88,16 @@ class ExpertOps:
         return activated(inner, shares, config)
 
     def combine(self, output: torch.Tensor, dispatched: Dispatched, tokens: int) -> torch.Tensor:
-        """Sum the experts' ``output`` [N, hidden] for each of the ``tokens``, [T, hidden], in the experts' order."""
+        """Sum the experts' ``output`` [N, hidden] per token in expert order: [T, hidden]."""
         if self._fused:
             from megatron_rl.models.expert_kernels import combine
 
-            return combine(output, dispatched.way_back)
-        return unpermute(output, dispatched.way_back, (tokens + 1, output.shape[1]))[:tokens]
+            return combine(output, dispatched.combine_index)
+        return unpermute(output, dispatched.combine_index, (tokens + 1, output.shape[1]))[:tokens]
 
 
 def _scored(logits: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor, torch.Tensor]:
-    """megatron's choice by ``logits`` [T, experts]: shares and numbers of the experts, [T, k] each."""
+    """Choose experts by ``logits`` [T, experts] like megatron: shares and numbers of the experts, [T, k] each."""
     config, top_k = router.config, router.topk
     if config.moe_router_score_function == "softmax":
         scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
@@ -118,9 +118,10 @@ def _scored(logits: torch.Tensor, router: BalancedRouter) -> tuple[torch.Tensor,
 
 
 def sorted_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the pairs of token and expert, ``chosen`` [T, k], by expert and then by token.
+    """Sort the (token, expert) pairs of ``chosen`` [T, k] by expert and then by token.
 
-    Returns their experts, their numbers before, [T k] each, and where each of the first ``experts`` ends, [E] int32.
+    Returns the expert of each pair and its original number, [T k] each, and the end of each of the first ``experts``,
+    [E] int32.
     """
     number, order = chosen.flatten().sort(stable=True)
     each = torch.arange(experts, dtype=number.dtype, device=number.device)
@@ -128,39 +129,39 @@ def sorted_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
 
 
 @contextlib.contextmanager
-def adding_in_order() -> Iterator[None]:
-    """Let megatron's dispatcher add up each token's rows in the experts' order, in gradients too, without atomics."""
-    token_dispatcher.permute, token_dispatcher.unpermute = _permuted, _unpermuted
+def ordered_dispatch() -> Iterator[None]:
+    """Make megatron's dispatcher sum in expert order without atomics, also in gradients, inside the context."""
+    token_dispatcher.permute, token_dispatcher.unpermute = _permute_in_order, _unpermute_in_order
     try:
         yield
     finally:
         token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute
 
 
-def _permuted(tokens: torch.Tensor, *given: Any, **named: Any) -> tuple[Any, ...]:
-    _, *rest = permute(tokens[:, :0], *given, **named)  # its order, without its copy
-    return MovedRows.apply(tokens, rest[1], None), *rest
+def _permute_in_order(tokens: torch.Tensor, *args: Any, **named: Any) -> tuple[Any, ...]:
+    _, *rest = permute(tokens[:, :0], *args, **named)  # its order, without its copy
+    return PermutedRows.apply(tokens, rest[1], None), *rest
 
 
-def _unpermuted(rows: torch.Tensor, token: torch.Tensor, restore_shape: torch.Size, **_: Any) -> torch.Tensor:
-    return MovedRows.apply(rows, token, restore_shape[0])
+def _unpermute_in_order(rows: torch.Tensor, token: torch.Tensor, restore_shape: torch.Size, **_: Any) -> torch.Tensor:
+    return PermutedRows.apply(rows, token, restore_shape[0])
 
 
-class MovedRows(torch.autograd.Function):
-    """Gather rows of [T, hidden] by ``token`` [N], or sum up N rows by token; each is the other's gradient."""
+class PermutedRows(torch.autograd.Function):
+    """Gather rows of [T, hidden] by ``token`` [N], or sum N rows by token; each is the other's gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, token: torch.Tensor, tokens: int | None) -> torch.Tensor:
         ctx.save_for_backward(token)
         ctx.tokens = len(values) if tokens is None else None
-        return _moved(values, token, tokens)
+        return _permute_rows(values, token, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _moved(grad, *ctx.saved_tensors, ctx.tokens), None, None
+        return _permute_rows(grad, *ctx.saved_tensors, ctx.tokens), None, None
 
 
-def _moved(values: torch.Tensor, token: torch.Tensor, tokens: int | None) -> torch.Tensor:
+def _permute_rows(values: torch.Tensor, token: torch.Tensor, tokens: int | None) -> torch.Tensor:
     if tokens is None:
         return values.index_select(0, token)
     if not values.is_cuda:
@@ -171,12 +172,12 @@ def _moved(values: torch.Tensor, token: torch.Tensor, tokens: int | None) -> tor
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return GELU's approximation by a logistic function; megatron's own is compiled by torch."""
+    """Return the sigmoid approximation of GELU; megatron's own would be compiled by torch."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def has_plain_swiglu(config: TransformerConfig) -> bool:
-    """Return whether the gate is ``silu(gate) * up``, without bounds or offset, and by nobody else's kernel."""
+    """Return whether the activation is ``silu(gate) * up``, without clamp or offset, and not a fused kernel."""
     others = config.use_te_activation_func or config.bias_activation_fusion
     is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
     return config.gated_linear_unit and config.activation_func is functional.silu and is_plain and not others
@@ -185,7 +186,7 @@ def has_plain_swiglu(config: TransformerConfig) -> bool:
 def activated(inner: torch.Tensor, shares: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     """Return the activation of ``inner`` [N, 2 F], gates first, or [N, F], times fp32 ``shares`` [N]: [N, F].
 
-    With a bound c and an offset o of the settings, ``activation(min(gate, c)) * (clamp(up, -c, c) + o)``.
+    With clamp c and offset o: ``activation(min(gate, c)) * (clamp(up, -c, c) + o)``.
     """
     activation, bound = config.activation_func, config.activation_func_clamp_value
     if config.gated_linear_unit:

@@ -1,4 +1,4 @@
-"""GPTModel from flags, and its two phases."""
+"""Build GPTModel from flags, and switch it to rollouts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from megatron_rl.models.attention.selection import Attention, checked_attention,
 from megatron_rl.models.blocks import BLOCKS
 from megatron_rl.models.expert_ops import quick_gelu
 from megatron_rl.models.fp8_weights import Fp8Weights
-from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters, refuse_buffers
+from megatron_rl.models.parameters import draw_parameters, named_parameters, no_init, refuse_buffers
 from megatron_rl.models.rollout_ops import ValueHead, scale_embedding
 from megatron_rl.models.spec import block_spec, fp8_settings, pad_products
 from megatron_rl.platform import Platform
 from megatron_rl.platform.cuda import forbid_split_k
 from megatron_rl.platform.groups import current_groups
-from megatron_rl.platform.megatron import add_up_in_rank_order, pipeline_settings, weights_left_as_they_are
+from megatron_rl.platform.megatron import pipeline_settings, reduce_in_rank_order, skip_weight_init
 
 logger = logging.getLogger(__name__)
 
 _SWITCHES = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-"""Attributes by which megatron's modules cut a sequence over the tensor-parallel ranks."""
+"""Attributes of megatron's modules that split a sequence over tensor-parallel ranks."""
 
 
 class _TrainableRotaryEmbedding(RotaryEmbedding):
-    """megatron caches the embedding; made inside ``inference_mode`` it could never be trained with."""
+    """Computes embeddings outside of ``inference_mode``: megatron caches them, and training needs normal tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -55,7 +55,7 @@ class PolicyModel:
     """The model that this process trains and generates with, on one set of parameters; or its critic."""
 
     chunks: tuple[GPTModel, ...]
-    """This rank's parts in the order of the forward pass: one, or one for each of its virtual pipeline stages."""
+    """This rank's parts in forward order: one, or one per virtual pipeline stage."""
     config: TransformerConfig
     ropes: Ropes
     attention: Attention
@@ -65,30 +65,29 @@ class PolicyModel:
     dtype: torch.dtype
     device: torch.device
     fp8_weights: Fp8Weights | None = None
-    """Of `--fp8-param-gather`: weights that are codes once they are trained."""
+    """With `--fp8-param-gather`."""
 
     @property
     def gpt(self) -> GPTModel:
-        """The whole model, where one rank has all its layers."""
+        """The whole model, if this rank has all layers."""
         (whole,) = self.chunks
         return whole
 
     @property
     def layers(self) -> list[TransformerLayer]:
-        """The decoder layers that this rank holds, in the order of the forward pass."""
+        """This rank's decoder layers, in forward order."""
         return [layer for gpt in self.chunks for layer in gpt.decoder.layers]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yield all that this rank holds."""
         return (parameter for gpt in self.chunks for parameter in gpt.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the parameters by the names they have in the whole model."""
+        """Yield parameters with their global names."""
         return named_parameters(self.chunks)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different ones of the layers that this rank holds; None is of those that attend to everything."""
+        """The distinct windows of this rank's layers; None: full attention."""
         return tuple(dict.fromkeys(layer.kind.window for layer in self.layout.layers))
 
     @property
@@ -98,33 +97,30 @@ class PolicyModel:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the parameters of this rank."""
+        """Number of parameter elements on this rank."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
-    """Build megatron's configuration: flags of shape and of parallelism reach it under their own names.
-
-    Fused kernels stay off where there is no CUDA to run them.
-    """
+    """Build megatron's configuration; flags keep their names. Fused kernels stay off without CUDA."""
     model, kernels, shape = config.model, config.kernels, config.architecture()
     blocks = {BLOCKS.get(name) for kind in shape.kinds for name in (kind.mixer, kind.mlp)}
     settings = next((block.settings for block in blocks if "settings" in vars(block)), TransformerConfig)
     common, known = ({field.name for field in dataclasses.fields(cls)} for cls in (TransformerConfig, settings))
     flags = vars(model) | vars(config.experts) | vars(config.parallel) | vars(config.delta)
-    given = {name: value for name, value in flags.items() if name in known}
+    values = {name: value for name, value in flags.items() if name in known}
     of_layers = vars(config.layers) | vars(config.latent) | vars(config.rotation)
-    given |= {name: value for name, value in of_layers.items() if name in known - common}
-    # megatron's own would be weighed otherwise: see `BalanceLosses`.
-    given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    values |= {name: value for name, value in of_layers.items() if name in known - common}
+    # megatron would weight its own losses differently: see `BalanceLosses`.
+    values |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     has_state = [int(kind.mixer == "delta") for kind in shape.kinds]
-    given["linear_attention_freq"] = has_state if any(has_state) else None  # so that checkpoints count layers singly
+    values["linear_attention_freq"] = has_state if any(has_state) else None  # a list: checkpoints name each layer
     experts_in = [kind.mlp == "experts" for kind in shape.kinds]
-    given["moe_layer_freq"] = 1 if len(set(experts_in)) == 1 else [int(has_experts) for has_experts in experts_in]
+    values["moe_layer_freq"] = 1 if len(set(experts_in)) == 1 else [int(has_experts) for has_experts in experts_in]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return settings(
-            **given,
+            **values,
             attention_dropout=0.0,  # rollouts have none
             layernorm_epsilon=model.norm_epsilon,
             layernorm_zero_centered_gamma=shape.apply_layernorm_1p,
@@ -136,9 +132,9 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             num_moe_experts=model.num_experts,
             moe_router_dtype=None if model.num_experts is None else "fp32",  # so that near ties fall alike
             moe_token_dispatcher_type="alltoall",  # the other one wants as many tokens on every rank
-            init_method=leave_undrawn,
-            output_layer_init_method=leave_undrawn,
-            embedding_init_method=leave_undrawn,
+            init_method=no_init,
+            output_layer_init_method=no_init,
+            embedding_init_method=no_init,
             use_cpu_initialization=kernels.use_cpu_initialization or not platform.is_cuda,
             params_dtype=requirements_of(config).dtype,
             **pipeline_settings(config.stages, requirements_of(config).dtype, platform.is_cuda),
@@ -150,10 +146,10 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             recompute_method=kernels.recompute_method,
             recompute_num_layers=kernels.recompute_num_layers,
             recompute_modules=None if kernels.recompute_modules is None else list(kernels.recompute_modules),
-            # Our losses are sums with an explicit global denominator, which this switch makes
-            # megatron divide by once, after the data-parallel reduction.
+            # Our losses are sums with an explicit global denominator: with this switch megatron divides once by it,
+            # after the data-parallel reduction.
             calculate_per_token_loss=True,
-            # Fusions that need Apex, Transformer Engine or a CUDA kernel; parity before speed.
+            # Fusions that need Apex, Transformer Engine or a CUDA kernel: parity before speed.
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
             bias_activation_fusion=False,
@@ -173,20 +169,20 @@ def _activation(shape: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
 def build_model(
     config: RLConfig, platform: Platform, vocab_size: int, head: Head = "vocabulary", is_filled_later: bool = False
 ) -> PolicyModel:
-    """Build this rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's.
+    """Build this rank's part of the model with random weights from torch's seed; ``vocab_size`` is the tokenizer's.
 
-    With the head ``value`` it is a critic: the same trunk, whose router chooses for itself. If it ``is_filled_later``,
-    by a caller who reads every weight, none is drawn: they are whatever the memory holds.
+    The head ``value`` makes it a critic with the same trunk and no router replay. With ``is_filled_later`` weights are
+    uninitialised: the caller loads all of them.
     """
-    _fix_orders_of_sums(config, platform)
+    _fix_summation_orders(config, platform)
     transformer_config = build_transformer_config(config, platform)
-    # Later, as megatron's own mode would want its attention: `rollout_ops.is_thin` looks at it.
+    # Set late: megatron's own mode would require its attention backend. `rollout_ops.is_thin` reads it.
     transformer_config.batch_invariant_mode = config.kernels.batch_invariant_mode
     groups = current_groups()
     layout = config.layout(vocab_size, groups.stage, groups.experts.parallel.rank(), head)
     if len({layer.cache for layer in layout.key_layers}) > 1:  # one shape is tried, and given to megatron's own engine
         raise ConfigError(["layers whose heads differ in number or width are not built: the KV cache has one shape"])
-    with weights_left_as_they_are():
+    with skip_weight_init():
         chunks = [_build_chunk(config, transformer_config, layout, chunk) for chunk in range(config.stages.chunks)]
     fp8_weights = Fp8Weights(chunks) if transformer_config.fp8_param else None
     chunks = tuple(gpt.to(platform.device) for gpt in chunks)
@@ -204,7 +200,7 @@ def build_model(
             for layer in gpt.decoder.layers:
                 if layer.is_moe_layer:
                     layer.mlp.replay_routing()
-    # Sized to what a run can reach, not to the model's advertised context of 131072.
+    # Sized to the longest sequence of the run, not to the model's context of e.g. 131072.
     reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)
     policy = PolicyModel(
         chunks=chunks,
@@ -225,10 +221,10 @@ def build_model(
     return policy
 
 
-def _fix_orders_of_sums(config: RLConfig, platform: Platform) -> None:
+def _fix_summation_orders(config: RLConfig, platform: Platform) -> None:
     if config.kernels.batch_invariant_mode and platform.is_cuda:
         forbid_split_k()
-        add_up_in_rank_order()
+        reduce_in_rank_order()
 
 
 def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLayout, chunk: int) -> GPTModel:
@@ -261,16 +257,17 @@ def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLay
 
 @contextlib.contextmanager
 def rollout_mode(policy: PolicyModel, wrapped: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
-    """Enter evaluation mode, all parameters gathered, no sequence parallelism: it would cut one token a row unevenly.
+    """Switch to evaluation mode, with all parameters gathered, and no sequence parallelism (it cannot split single
+    tokens).
 
-    ``wrapped`` is given in training runs: with `--overlap-param-gather` the updated parameters are still on their way
-    after the optimizer step, and a rollout on half of them would be silently stale.
+    ``wrapped``: the DDP chunks in training runs. With `--overlap-param-gather` updated parameters are still being
+    gathered after the optimizer step; the rollout waits for them.
     """
     hooked = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)
-    # megatron's `set_model_to_sequence_parallel` remembers modules by ``id(model)`` for ever: a model made where
-    # another lay before kept its settings, and the other's modules were never freed.
+    # Not megatron's `set_model_to_sequence_parallel`: it remembers modules by ``id(model)`` for ever, so a new model at
+    # an old address would get old settings, and old modules would never be freed.
     modules = [module for gpt in policy.chunks for module in gpt.modules()]
     owners = (policy.config, *modules) if policy.config.sequence_parallel else ()
     on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]

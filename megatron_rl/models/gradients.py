@@ -1,6 +1,6 @@
-"""Gradients spelled out where autograd's are slow: RMSNorm on a CPU, and the rotation of heads everywhere.
+"""Hand-written gradients where autograd's are slow: RMSNorm on a CPU, and rotary embedding.
 
-Forward passes give the bits of the plain operations, which rollouts run.
+Forward passes are bit-identical to the plain operations that rollouts run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):
-    """A CPU has no fused RMSNorm: autograd's gradient of its parts makes twice as many passes over the numbers."""
+    """RMSNorm for CPUs, which have no fused kernel: autograd would make twice as many passes over the data."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -34,41 +34,40 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(numbers: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Compute RMSNorm of the last dimension, ``weight`` [D]; in fp32, the result in the dtype of ``numbers``."""
+    """Compute RMSNorm of the last dimension with ``weight`` [D], in fp32; the result has the dtype of ``numbers``."""
     if torch.is_grad_enabled() and numbers.device.type == "cpu" and numbers.dim() > 1:
         return _RMSNorm.apply(numbers, weight, epsilon)
     return functional.rms_norm(numbers, weight.shape, weight, epsilon)
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient turns the other way; autograd's would fill a tensor with zeros for each half of the heads."""
+    """Rotary embedding; the gradient rotates backwards. Autograd would fill a zero tensor for each half of heads."""
 
     @staticmethod
     def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(heads, cos, sin)
+        return _rotate(heads, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turned(grad, *ctx.saved_tensors, -1), None, None
+        return _rotate(grad, *ctx.saved_tensors, -1), None, None
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``heads`` [N, 1, H, D] by its positions; the part beyond R passes unchanged.
+    """Rotate ``heads`` [N, 1, H, D] by their positions; dimensions beyond R are unchanged.
 
-    ``cos`` and ``sin`` [N, 1, 1, R] as `RopeTable.at` gives them: both halves of the same size, the first of ``sin``
-    negative.
+    ``cos`` and ``sin`` [N, 1, 1, R] from `RopeTable.at`: the first half of ``sin`` is negated.
     """
     if torch.is_grad_enabled() and heads.requires_grad:
         return _Rotation.apply(heads, cos, sin)
-    return _turned(heads, cos, sin)
+    return _rotate(heads, cos, sin)
 
 
-def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int = 1) -> torch.Tensor:
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int = 1) -> torch.Tensor:
     rotated = cos.shape[-1]
     if rotated < heads.shape[-1]:
-        return torch.cat((_turned(heads[..., :rotated], cos, sin, direction), heads[..., rotated:]), dim=-1)
+        return torch.cat((_rotate(heads[..., :rotated], cos, sin, direction), heads[..., rotated:]), dim=-1)
     half = rotated // 2
     swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
     return torch.addcmul(heads * cos, swapped, sin, value=direction)

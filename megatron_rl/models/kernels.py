@@ -1,8 +1,8 @@
-"""Triton kernels for what a decoder layer does between its products, in rollouts on CUDA; twins in `rollout_ops`.
+"""Triton kernels between a decoder layer's products, for rollouts on CUDA; twins in `rollout_ops`.
 
-`add_norm` and `gate_up`: a program a row, which goes out as numbers, or as the codes and scales that the next product
-wants. `rotate_store`: a decode step's heads, with norms of query and key, rotation, key and value into the cache.
-Training gates with `gate_up`, too, and has its gradient here.
+`add_norm` and `gate_up`: one program per row, written as numbers, or as codes and scales for the next product.
+`rotate_store`: heads of a decode step: query and key norms, rotation, and storing in the cache. Training uses `gate_up`
+too; its gradient is here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron_rl.quantization.recipe import PackedActivations, Packing
 
 _TILE, _LARGEST = tl.constexpr(formats.TILE), tl.constexpr(formats.FP8_MAX)
 _PIECE = 1024
-"""Columns of a program where a row may be cut: a decode batch has too few rows to fill a GPU."""
+"""Columns per program where a row may be split: a decode batch has too few rows to fill a GPU."""
 
 
 def add_norm(
     residual: torch.Tensor, output: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor,
     epsilon: float, packing: Packing | None, summed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | PackedActivations]:  # fmt: skip
-    """Return ``output + bias + residual`` [T, hidden], in ``output`` or ``summed``, and ``rms_norm`` of it, the same.
+    """Return ``output + bias + residual`` [T, hidden], in ``output`` or ``summed``, and its ``rms_norm``.
 
-    Without ``output`` the sum is ``residual`` itself. Rounded to the dtype where eager torch rounds: after each sum
-    and after the norm, whose codes ``packing`` may ask for instead.
+    Without ``output`` the sum is ``residual``. Rounds like eager torch, after each sum and the norm; ``packing`` asks
+    for codes of the norm.
     """
     rows, columns = residual.shape
     written, sink = sink_for(residual, rows, columns, packing)
@@ -46,10 +46,7 @@ def add_norm(
 def gate_up(
     inner: torch.Tensor, packing: Packing | None, shares: torch.Tensor | None = None
 ) -> torch.Tensor | PackedActivations:
-    """Map ``inner`` [T, 2 F], gates first, to [T, F], rounded to the dtype after silu and after each product.
-
-    ``shares`` [T] fp32: what each row is multiplied by at the end.
-    """
+    """Map ``inner`` [T, 2 F], gates first, to [T, F] times ``shares`` [T] fp32; rounded after silu and each product."""
     rows, columns = inner.shape[0], inner.shape[1] // 2
     written, sink = sink_for(inner, rows, columns, packing)
     if packing is None or packing.in_segments:
@@ -64,14 +61,14 @@ def gate_up(
 
 
 def two_powers(columns: int) -> tuple[int, int]:
-    """Return two powers of two, or one and 0, that hold ``columns``: 18,944 in 16,384 + 4,096 and not in 32,768."""
+    """Return two powers of two (or one and 0) that hold ``columns``: 18,944 in 16,384 + 4,096 instead of 32,768."""
     most = max(triton.next_power_of_2(columns), 128)
     rest = triton.next_power_of_2(max(columns - most // 2, 128))
     return (most // 2, rest) if most > 1024 and rest < most // 2 else (most, 0)
 
 
 def _warps(rows: int, block: int, packing: Packing | None) -> int:
-    """Where few programs each look for the maximum of a whole row, more threads (H200, 32 rows: 4.7 to 3.5 us)."""
+    """Return the warps per program; more for few rows with a row-wise maximum (H200, 32 rows: 4.7 to 3.5 us)."""
     if packing is not None and not packing.in_segments and rows <= FEW_ROWS:
         return min(max(block // 256, 1), 32)
     return min(max(block // 512, 1), 16)
@@ -80,7 +77,7 @@ def _warps(rows: int, block: int, packing: Packing | None) -> int:
 def sink_for(
     like: torch.Tensor, rows: int, columns: int, packing: Packing | None
 ) -> tuple[torch.Tensor | PackedActivations, dict[str, Any]]:
-    """Allocate [rows, columns] numbers of the kind of ``like``, or their codes; and return what `write_row` asks."""
+    """Allocate [rows, columns] like ``like``, or codes; also return the arguments of `write_row`."""
     if packing is None:
         out = like.new_empty(rows, columns)
         return out, {
@@ -94,7 +91,7 @@ def sink_for(
     }  # fmt: skip
 
 
-# The stride between columns of scales is the number of tokens: no compilation for each kind of number.
+# The scale stride is the number of tokens: not specialized, to avoid a compilation for each.
 @triton.jit(do_not_specialize=["scale_stride"])
 def add_norm_kernel(
     residual, output, summed, bias, weight, columns, residual_stride, output_stride, epsilon,
@@ -130,7 +127,7 @@ def gate_kernel(
     SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Multiply gate and up projection; one program per row, of BLOCK + REST columns, or per stretch of one."""
+    """Multiply gate and up projection; one program per row of BLOCK + REST columns, or per piece of a row."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -156,7 +153,7 @@ def gate_kernel(
 
 @triton.jit
 def _gated(inner, shares, row, column, columns, inner_stride):
-    """The products of a row, in fp32 but rounded to the dtype."""
+    """Compute the products of a row, in fp32 but rounded to the dtype."""
     inside = column < columns
     dtype = inner.dtype.element_ty
     place = inner + row * inner_stride + column
@@ -183,7 +180,7 @@ def write_row(
 ):  # fmt: skip
     """Write ``numbers`` [BLOCK] fp32 of ``row`` at ``column``, 0 where not ``inside``: a row, or whole segments of it.
 
-    ``out`` [T, out_columns] is contiguous, scales lie column by column.
+    ``out`` [T, out_columns] is contiguous, scales are column-major.
     """
     place = out + row * out_columns + column
     if scales is None:
@@ -208,12 +205,13 @@ def rotate_store(
     key_norm: torch.nn.Module | None, keys: torch.Tensor, values: torch.Tensor, cells: torch.Tensor,
     key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Map ``mixed`` [T, groups, share + 2, D], a group's queries, key and value, to query [T, 1, groups x share, D].
+    """Map ``mixed`` [T, groups, share + 2, D] (queries, key and value of each group) to query [T, 1, groups x share,
+    D].
 
-    ``bias`` [groups x (share + 2) x D] is added first. ``cos`` and ``sin`` [T, ..., R] are those of `RopeTable.at`; the
-    norms are RMSNorms of a head, or both None. One layer's ``keys`` and ``values`` [blocks, block size, groups, D] of
-    the model's dtype, bf16, or E4M3 codes in uint8 with fp32 scales [groups]; token t goes to cell ``cells[t]`` of
-    them, [T] int64. Rounded where eager torch rounds.
+    ``bias`` [groups x (share + 2) x D] is added first. ``cos`` and ``sin`` [T, ..., R] are from `RopeTable.at`; norms
+    are RMSNorms of a head, or both None. Keys and values go to cell ``cells[t]`` of one layer's ``keys`` and ``values``
+    [blocks, block size, groups, D], in the model's dtype, bf16, or E4M3 codes as uint8 with fp32 scales [groups].
+    Rounds like eager torch.
     """
     tokens, groups, heads, width = mixed.shape
     query = mixed.new_empty(tokens, 1, groups * (heads - 2), width)
@@ -227,7 +225,7 @@ def rotate_store(
     return query
 
 
-# A step's cells and a layer's scales come at 8 or 4 bytes: no compilation for each alignment.
+# A step's cells and a layer's scales are aligned to 8 or 4 bytes: not specialized, to avoid a compilation for each.
 @triton.jit(do_not_specialize_on_alignment=["cells", "key_scales", "value_scales"])
 def rotate_store_kernel(
     mixed, bias, cos, sin, query_norm, key_norm, epsilon, query, keys, values, cells, key_scales, value_scales,
@@ -235,7 +233,7 @@ def rotate_store_kernel(
     SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate and store; one program per token and group. Heads are two rotated halves and a rest that is not."""
+    """Rotate and store; one program per token and group. The first 2 HALF dimensions of a head are rotated."""
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -252,8 +250,8 @@ def rotate_store_kernel(
         numbers = _normed(numbers, inverse, query_norm, key_norm, column, inside, mixed, head, SHARE)
         others = _normed(others, inverse, query_norm, key_norm, partner, turns, mixed, head, SHARE)
     angle = token * 2 * HALF + column
-    turned = rotated(numbers, others, cos + angle, sin + angle, turns, mixed)
-    numbers = tl.where((head <= SHARE) & turns, turned, numbers).to(mixed.dtype.element_ty)
+    rotated_numbers = rotated(numbers, others, cos + angle, sin + angle, turns, mixed)
+    numbers = tl.where((head <= SHARE) & turns, rotated_numbers, numbers).to(mixed.dtype.element_ty)
     place = ((token * groups + group) * SHARE + head) * WIDTH + column
     tl.store(query + place, numbers, mask=(head < SHARE) & inside)
     cell = (tl.load(cells + token) * groups + group) * WIDTH + column + head * 0
@@ -280,7 +278,7 @@ def _normed(numbers, inverse, query_norm, key_norm, column, inside, mixed, head,
 
 @triton.jit
 def rotated(numbers, others, cos, sin, inside, mixed):
-    """Rotate ``numbers``, whose partners are ``others``; one product is rounded to the dtype, as in eager torch."""
+    """Rotate ``numbers`` with their partners ``others``; one product is rounded to the dtype, as in eager torch."""
     along = numbers * tl.load(cos, mask=inside, other=0.0).to(tl.float32)
     across = others * tl.load(sin, mask=inside, other=0.0).to(tl.float32)
     return along.to(mixed.dtype.element_ty).to(tl.float32) + across
@@ -288,7 +286,7 @@ def rotated(numbers, others, cos, sin, inside, mixed):
 
 @triton.jit
 def _stored(numbers, cache, scales, group):
-    """As `KVFormat.pack`."""
+    """Convert like `KVFormat.pack`."""
     if scales is None:
         stored = numbers.to(cache.dtype.element_ty)
     else:
@@ -299,7 +297,7 @@ def _stored(numbers, cache, scales, group):
 
 
 def gate_up_gradient(inner: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``inner`` [T, 2 F] from that of `gate_up`, [T, F]; rounded where eager torch rounds."""
+    """Return the gradient of ``inner`` [T, 2 F] from that of `gate_up`, [T, F]; rounds like eager torch."""
     inner, grad = inner.contiguous(), grad.contiguous()
     rows, columns = grad.shape
     out = torch.empty_like(inner)
@@ -309,7 +307,7 @@ def gate_up_gradient(inner: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def gate_gradient_kernel(inner, grad, out, columns, BLOCK: tl.constexpr):
-    """Compute the gradients of gate and up projection; one program per stretch of a row."""
+    """Compute the gradients of gate and up projection; one program per piece of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

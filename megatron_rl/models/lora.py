@@ -1,4 +1,4 @@
-"""LoRA: adapters for a model that has its weights, which are frozen from then on; and the model without them."""
+"""Freeze a model and attach LoRA adapters; and run it without them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.lora import Lora, LowRank, adapters_of
-from megatron_rl.models import changed
+from megatron_rl.models import override
 from megatron_rl.models.adapters import LinearAdapter, StackAdapter, adapters_in, attach
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.parameters import part_of, seed_of
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 def adapt(policy: PolicyModel, config: RLConfig, lora: Lora, groups: ParallelGroups) -> None:
-    """Freeze the model and attach adapters that change nothing yet: A is drawn by its name as PEFT draws it, B is 0.
+    """Freeze the model and attach adapters: A is drawn as in PEFT, seeded by its name, B is 0.
 
     A critic's head stays trainable.
 
     Raises:
-        ConfigError: a linear with a target has a form that adapters do not follow; names it.
+        ConfigError: adapters do not support a target linear; names it.
     """
     heads = {parameter.name for parameter in policy.layout.parameters if parameter.is_value_head}
     for gpt in policy.chunks:
@@ -47,7 +47,7 @@ def adapt(policy: PolicyModel, config: RLConfig, lora: Lora, groups: ParallelGro
             raise ConfigError([f"--lora-targets: {text}; name other linears"])
         _attach(linear, own, lora, config.training.seed, groups)
     if config.kernels.recompute_granularity is not None:
-        # torch computes nothing again whose inputs need no gradient, as behind a frozen embedding.
+        # torch skips recomputation if no input needs a gradient, as after a frozen embedding.
         for gpt in policy.chunks:
             if gpt.pre_process:
                 gpt.embedding.register_forward_hook(_with_gradient)
@@ -76,5 +76,5 @@ def _with_gradient(_: torch.nn.Module, given: object, output: torch.Tensor) -> t
 
 
 def without_adapters(policy: PolicyModel) -> AbstractContextManager[None]:
-    """Enter a block in which the model is the one that the adapters were attached to."""
-    return changed("is_on", {adapter: False for gpt in policy.chunks for adapter in adapters_in(gpt)})
+    """Run the base model, without adapters, inside the context."""
+    return override("is_on", {adapter: False for gpt in policy.chunks for adapter in adapters_in(gpt)})

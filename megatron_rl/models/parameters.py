@@ -1,4 +1,4 @@
-"""Parameters by the names they have in the whole model, and their first values, which depend on the name alone."""
+"""Parameters by global name, and their initial values, which depend only on the name and the seed."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from megatron_rl.quantization.copies import as_numbers
 from megatron_rl.quantization.linears import counted_over_ranks
 
 _INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2", "out_proj")
-"""What they add, two of them a layer, has a smaller spread the more layers there are."""
+"""Layers that write to the residual stream: their initial spread decreases with the number of layers."""
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield parameters; layers and experts are counted over all ranks, norms called as in megatron-core's layers.
+    """Yield parameters by global name: layer and expert numbers count over all ranks; norms have their local names.
 
-    A tied head on another pipeline stage than the embedding is a copy of it, and has its name.
+    A tied head on another pipeline stage is a copy of the embedding and has its name.
     """
     for gpt in chunks:
         is_copy = gpt.share_embeddings_and_output_weights and not gpt.pre_process
-        for given, parameter in _singly(gpt):
-            name = _global_name(gpt, given)
+        for local_name, parameter in _unstacked_parameters(gpt):
+            name = _global_name(gpt, local_name)
             yield (EMBEDDING if is_copy and name == "output_layer.weight" else name), parameter
         for adapter in adapters_in(gpt):
             yield from ((described.name, parameter) for described, parameter in adapter.named())
 
 
-def _singly(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """``named_parameters`` without those of adapters; of stacked experts views of each."""
+def _unstacked_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield ``named_parameters`` without adapters, with views of each expert for stacks."""
     for name, parameter in gpt.named_parameters():
         if ".adapter." in name:
             continue
@@ -54,8 +54,8 @@ def _singly(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield from ((f"{owner}.{part}", view) for part, view in experts.parts())
 
 
-def _global_name(gpt: GPTModel, given: str) -> str:
-    parts = given.split(".", 3)
+def _global_name(gpt: GPTModel, local_name: str) -> str:
+    parts = local_name.split(".", 3)
     if parts[:2] == ["decoder", "layers"]:
         layer = gpt.decoder.layers[int(parts[2])]
         parts[2:] = str(layer.layer_number - 1), counted_over_ranks(layer, parts[3])
@@ -63,10 +63,10 @@ def _global_name(gpt: GPTModel, given: str) -> str:
 
 
 def refuse_buffers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Raise for buffers: loading, saving, fingerprints and the reference policy know of parameters alone.
+    """Raise for persistent buffers: checkpoints, fingerprints and the reference policy cover only parameters.
 
     Raises:
-        ConfigError: the model has a buffer that belongs to its weights, such as a router's bias; names the first.
+        ConfigError: the model has such a buffer, e.g. a router's bias; names the first.
     """
     found = [name for gpt in chunks for name in dict(gpt.named_buffers()).keys() & gpt.state_dict().keys()]
     if found:
@@ -74,8 +74,8 @@ def refuse_buffers(chunks: Sequence[torch.nn.Module]) -> None:
         raise ConfigError([f"{text}; make it a parameter, one without gradient if it is not trained"])
 
 
-def counted_once(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield those of `named_parameters` of which no other rank of the model copy, or its experts, counts this part."""
+def unique_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield `named_parameters`, each part on one rank of the model copy (or expert group) only."""
     for name, parameter in named_parameters(chunks):
         if param_is_not_tensor_parallel_duplicate(parameter) and param_is_not_shared(parameter):
             yield name, parameter
@@ -84,11 +84,11 @@ def counted_once(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Par
 def sum_over_model(
     chunks: Sequence[GPTModel], groups: ParallelGroups, share: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Add up ``share(name, values)``, a number, over the parameters of the whole model; on every rank's host.
+    """Sum ``share(name, values)``, a scalar, over the parameters of the whole model; on every rank's host.
 
-    Collective over a copy of the model and whoever shares experts with it. Reads the device once.
+    Collective over the model copy and the ranks that share its experts. One device read.
     """
-    counted = ((name, as_numbers(parameter).detach()) for name, parameter in counted_once(chunks))
+    counted = ((name, as_numbers(parameter).detach()) for name, parameter in unique_parameters(chunks))
     shares = [(".experts." in name, share(name, values)) for name, values in counted]
     of_experts, others = (
         sum((number for is_an_experts, number in shares if is_an_experts == kind), torch.zeros_like(shares[0][1]))
@@ -100,8 +100,8 @@ def sum_over_model(
     return totals.sum()
 
 
-def leave_undrawn(weight: torch.Tensor) -> torch.Tensor:
-    """Draw nothing: megatron's numbers depend on who holds what, and `draw_parameters` comes later."""
+def no_init(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` unchanged: initialisation comes later, in `draw_parameters`, independent of the layout."""
     return weight
 
 
@@ -110,12 +110,10 @@ def draw_parameters(
     chunks: Sequence[GPTModel], layout: ModelLayout, model: ModelConfig, seed: int, part: Callable[[Parameter], int],
     on_cpu: bool,
 ) -> None:  # fmt: skip
-    """Fill the model as Megatron does: normal weights, norms of 1, biases of 0, and 0 where the vocabulary is padded.
+    """Initialise like Megatron: normal weights, norms 1, biases 0, padding of the vocabulary 0.
 
-    A critic's head is 0 too.
-
-    Each weight has random numbers of its own, seeded by ``seed`` and its name, and is drawn whole and cut. So the
-    model is the same in every parallel layout; ``on_cpu`` on every device too. ``part`` says which one this rank has.
+    A critic's head is 0. Each weight is drawn whole, seeded by ``seed`` and its name, and then split. So the model is
+    the same in every parallel layout, and with ``on_cpu`` on every device. ``part`` returns this rank's part number.
     """
     held = {parameter.name: parameter for parameter in layout.parameters}
     for name, parameter in named_parameters(chunks):
@@ -124,7 +122,7 @@ def draw_parameters(
         elif parameter.dim() > 1:
             device = torch.device("cpu") if on_cpu else parameter.device
             whole = torch.zeros(held[name].shape, device=device)
-            # With padding among what is drawn, the numbers would depend on the tensor-parallel size.
+            # Without padding: otherwise the numbers would depend on the tensor-parallel size.
             rows = layout.architecture.vocab_size if held[name].is_over_the_vocabulary else len(whole)
             generator = torch.Generator(device).manual_seed(seed_of(seed, name))
             whole[:rows].normal_(std=_spread(held[name], model), generator=generator)
@@ -132,7 +130,7 @@ def draw_parameters(
 
 
 def part_of(whole: torch.Tensor, parameter: Parameter, rank: int) -> torch.Tensor:
-    """Return what ``rank`` of those that share a parameter holds of it."""
+    """Return the part of a parameter that ``rank`` holds."""
     if parameter.cut is None or parameter.ranks == 1:
         return whole
     dimension = 0 if parameter.cut == "rows" else 1
@@ -141,7 +139,7 @@ def part_of(whole: torch.Tensor, parameter: Parameter, rank: int) -> torch.Tenso
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the random numbers that the parameter ``name`` begins with."""
+    """Return the random seed of parameter ``name``."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest())
 
 

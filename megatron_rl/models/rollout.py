@@ -1,8 +1,8 @@
-"""The model's forward pass in a rollout: embedding, layers, norm and head, and nothing around them.
+"""The model's forward pass in a rollout: embedding, layers, norm and head only.
 
-Stock, a layer is wrapped for recomputation, dropout, offloading and cross-attention, all of them off in a rollout; at
-64 rows and a hidden size of 64 the wrapping took as long as the products. Here the same operations run on the same
-numbers, so that on a CPU the result is the training forward's to the bit.
+megatron's layer adds recomputation, dropout, offloading and cross-attention, all off in a rollout; at 64 rows and
+hidden size 64 this overhead took as long as the products. The same operations run on the same numbers, so on a CPU
+results equal the training forward pass bit for bit.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ if TYPE_CHECKING:
 
 
 class RolloutPlan(AttentionPlan, Protocol):
-    """The interface of a rollout's context to the forward pass."""
+    """Interface of the rollout context to the forward pass."""
 
     ops: RolloutOps
-    shared_rows: int | None
-    """The most tokens that a rank brings to experts it shares with others, in a decode step; 0: each as many as this
-    one. None in prompts."""
+    max_tokens_per_ep_rank: int | None
+    """Largest decode batch of any expert-parallel rank; 0: all equal this one's. None for prompts."""
 
     @property
     def stores_heads(self) -> bool:
-        """Whether `attend_mixed` is there for this forward pass."""
+        """Whether this pass supports `attend_mixed`."""
         ...
 
-    def turn(self, kind: LayerKind) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, kind: LayerKind) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin [T, 1, 1, R] of the new tokens."""
         ...
 
@@ -50,41 +49,42 @@ class RolloutPlan(AttentionPlan, Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """Apply norms, rotation, cache and attention to ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
 
-        ``bias`` [groups x (share + 2) x D] is added first. A group's queries, its key and its value lie side by side.
+        ``bias`` [groups x (share + 2) x D] is added first. ``mixed`` holds the queries, the key and the value of each
+        group.
         """
         ...
 
     @property
     def keeps_latents(self) -> bool:
-        """Whether the cache holds what keys and values are expanded from, and not these."""
+        """True if the KV cache stores MLA latents."""
         ...
 
     def attend_latent(
         self, layer: int, latent: torch.Tensor, heads: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         absorbed: Callable[[], torch.Tensor], kind: LayerKind,
     ) -> tuple[torch.Tensor, bool]:  # fmt: skip
-        """Keep ``latent`` [T, 1, 1, W], and attend; whether to the latents in the cache.
+        """Store ``latent`` [T, 1, 1, W] and attend; also return whether the result is latent.
 
-        Then it is ``absorbed`` queries, [T, 1, heads, W], that attend, and the result has a latent a head. In prompts
-        ``heads`` attend to each other: query, key and value [T, 1, heads, D].
+        If so, the ``absorbed`` queries [T, 1, heads, W] attended to cached latents, and the result has one latent per
+        head. For prompts the expanded ``heads`` attend: query, key and value [T, 1, heads, D].
         """
         ...
 
     def states(self, layer: int) -> LayerStates:
-        """Return the recurrent states that ``layer``, numbered as in `attend`, reads and writes in this pass."""
+        """Return the recurrent states of ``layer``, numbered as in `attend`, for this pass."""
         ...
 
     def record_routing(self, layer: int, experts: torch.Tensor) -> None:
-        """Keep the ``experts`` [T, k] of the new tokens beside their keys, with `--rl-router-replay`."""
+        """Store the ``experts`` [T, k] of the new tokens, with `--rl-router-replay`."""
         ...
 
     def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map ``[1, T, hidden]`` to ``[rows, hidden]``: the tokens worth a logit."""
+        """Select the tokens that need logits: ``[1, T, hidden]`` to ``[rows, hidden]``."""
         ...
 
 
 class RolloutLayer(TransformerLayer):
-    """megatron's layer, made of two blocks; `decode` is its evaluation-mode forward with a `RolloutPlan`."""
+    """megatron's layer made of two blocks; `decode` is its forward pass in evaluation mode with a `RolloutPlan`."""
 
     def __init__(self, *args: Any, kind: LayerKind = PLAIN, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -105,15 +105,15 @@ class RolloutLayer(TransformerLayer):
         self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, inference_context: Any = None,
         **settings: Any,
     ) -> Any:  # fmt: skip
-        """Run megatron's layer; the MLP is told of the `PackedPlan` or, in Transformer Engine's, `RolloutPlan`."""
+        """Run megatron's layer; the MLP gets the `PackedPlan` or, with Transformer Engine, the `RolloutPlan`."""
         plans = {"packed_seq_params": packed_seq_params, "inference_context": inference_context}
-        with self.mlp.told(packed_seq_params if inference_context is None else inference_context):
+        with self.mlp.using_plan(packed_seq_params if inference_context is None else inference_context):
             if hidden_states.is_cuda and self._is_plain and isinstance(packed_seq_params, PackedPlan):
                 return self._summed(hidden_states, packed_seq_params), None
             return super().forward(hidden_states, *args, **plans, **settings)
 
     def _summed(self, hidden: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
-        """megatron's forward pass without dropout, [T, 1, hidden]; residual sum and norm are a kernel."""
+        """Run megatron's forward pass without dropout, [T, 1, hidden]; residual sum and norm are one kernel."""
         from megatron_rl.models.training_kernels import SumAndNorm
 
         output, attention = None, functools.partial(self.self_attention, attention_mask=None, packed_seq_params=plan)
@@ -124,9 +124,9 @@ class RolloutLayer(TransformerLayer):
         return hidden + output
 
     def decode(self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan) -> tuple[torch.Tensor, Pending]:
-        """Return the residual stream ``[T, hidden]`` and what is still to be added to it, before and after the layer.
+        """Map the residual stream ``[T, hidden]`` and a pending addition to those after the layer.
 
-        For evaluation without gradients only. Adding is left to the norm that follows, so that a kernel can do both.
+        Without gradients. The addition is left to the next norm, so that one kernel can do both.
         """
         mixer, mlp, add_norm = self.self_attention, self.mlp, plan.ops.add_norm
         of_mixer, of_mlp = self._readers
@@ -142,7 +142,7 @@ class RolloutLayer(TransformerLayer):
 
 
 class RolloutForward:
-    """Calls the model of ``policy`` with ``plan``; Transformer Engine's layers go through `GPTModel.forward`.
+    """Calls the model of ``policy`` with ``plan``; Transformer Engine's layers run through `GPTModel.forward`.
 
     On a CPU both ways give the same bits. Call it in evaluation mode and without gradients.
     """
@@ -152,29 +152,29 @@ class RolloutForward:
         self._is_whole = policy.config.tensor_model_parallel_size == 1
 
     @property
-    def is_short(self) -> bool:
-        """Whether the short way is taken."""
+    def is_local(self) -> bool:
+        """Whether the layers are local, so that `RolloutLayer.decode` runs directly."""
         return self._policy.config.transformer_impl == "local"
 
-    def chunk(self, number: int, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the forward pass through one of the policy's chunks, at ``positions`` [N].
+    def chunk(self, number: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run one of the policy's chunks at ``positions`` [N].
 
-        The first chunk of the model takes ids [N], every other what the one before it gives: ``[N, hidden]``. The last
-        gives fp32 logits over the real vocabulary, ``[rows, V]``.
+        The model's first chunk takes ids [N], the others hidden states ``[N, hidden]``. The last one returns fp32
+        logits over the real vocabulary, ``[rows, V]``.
         """
         gpt = self._policy.chunks[number]
-        leaving = self._short(gpt, entering) if self.is_short else self._stock(gpt, entering, positions)
-        return leaving[:, : self._policy.vocab_size].float() if gpt.post_process else leaving
+        outputs = self._run_local(gpt, inputs) if self.is_local else self._run_gpt_model(gpt, inputs, positions)
+        return outputs[:, : self._policy.vocab_size].float() if gpt.post_process else outputs
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 logits [N, V] of what goes into the head, ``[N, hidden]``; on the model's last stage."""
+        """Return the fp32 logits [N, V] for the head's input ``[N, hidden]``; on the model's last stage."""
         return self._head(self._policy.chunks[-1], hidden)[:, : self._policy.vocab_size].float()
 
-    def _short(self, gpt: GPTModel, entering: torch.Tensor) -> torch.Tensor:
-        plan, hidden, pending = self._plan, entering, None
+    def _run_local(self, gpt: GPTModel, inputs: torch.Tensor) -> torch.Tensor:
+        plan, hidden, pending = self._plan, inputs, None
         if gpt.pre_process:
             embedding = gpt.embedding.word_embeddings
-            hidden = functional.embedding(entering, embedding.weight) if self._is_whole else embedding(entering)
+            hidden = functional.embedding(inputs, embedding.weight) if self._is_whole else embedding(inputs)
             if isinstance(gpt.embedding, ScaledEmbedding):
                 hidden = hidden * gpt.embedding.factor
         for layer in gpt.decoder.layers:
@@ -191,11 +191,11 @@ class RolloutForward:
             return rollout_product(chosen, weight)
         return gpt.output_layer(chosen[:, None], weight=weight, runtime_gather_output=True)[0][:, 0]
 
-    def _stock(self, gpt: GPTModel, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        ids, hidden = (entering[None], None) if gpt.pre_process else (None, entering[:, None])
-        # Twice: the layers take it from the first place, and megatron's way through fp8 zeroes padding in the second.
+    def _run_gpt_model(self, gpt: GPTModel, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ids, hidden = (inputs[None], None) if gpt.pre_process else (None, inputs[:, None])
+        # Passed twice: the layers read the input tensor, and megatron's fp8 path zeroes padding in the argument.
         gpt.set_input_tensor(hidden)
         with inference_flag():
-            leaving = gpt(ids, positions[None], None, hidden, inference_context=self._plan, runtime_gather_output=True)
+            outputs = gpt(ids, positions[None], None, hidden, inference_context=self._plan, runtime_gather_output=True)
         gpt.set_input_tensor(None)  # the hidden states of a prompt would lie there during the update
-        return leaving.view(-1, leaving.shape[-1])
+        return outputs.view(-1, outputs.shape[-1])

@@ -1,11 +1,12 @@
-"""Modules in the place of megatron's: norms, linears of one rank, embedding, value head; and `RolloutOps` between them.
+"""Replacements of megatron's modules (norms, linears of one rank, embedding, value head), and `RolloutOps` between
+them.
 
-megatron wraps each product in an autograd function written in Python and in a second one that is the identity without
-tensor-parallel ranks. For a decode batch of 16 rows and 64 columns they took 13 of a layer's 19 microseconds. The
-linears here are the product and nothing around it; the forward pass gives the same bits.
+megatron wraps each product in two autograd functions, one of them an identity without tensor parallelism. For a decode
+batch of 16 rows and 64 columns they took 13 of a layer's 19 microseconds. The linears here are only the product, with
+the same bits.
 
-Of `RolloutOps` eager torch is the definition, and on a CPU gives the training forward's bits. The Triton kernels round
-where it rounds, and differ by the order of a norm's sum and the last bit of ``exp``.
+`RolloutOps` in eager torch is the definition; on a CPU it equals the training forward pass bit for bit. The Triton
+kernels round alike, and differ in the order of a norm's sum and the last bit of ``exp``.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from megatron_rl.quantization.copies import packing_for
 WIDE, STRIP, STRIP_ELEMENTS = 2048, 384, 2**18
 LEAST_WORK = 2048  # numbers of a product's input: below them the calls of the strips cost more than they gain
 THIN_PRODUCTS = False
-"""Whether decode steps in bf16 on CUDA use `thin_product`: not until ``tools.benchmark.gpu products`` shows a gain."""
+"""Whether bf16 decode steps on CUDA use `thin_product`: off until ``tools.benchmark.gpu products`` shows a gain."""
 THIN_ROWS, THIN_COLUMNS = 64, 8192
-"""Its largest products: cuBLAS, in tiles of 128 x 128, leaves half of an H200's processors idle there."""
+"""Its largest products: cuBLAS, with tiles of 128 x 128, uses only half of an H200 there."""
 
 
 class Pending(NamedTuple):
-    """A product that is still to be added to the residual stream, and its bias where the product left it out."""
+    """A product to be added to the residual stream, and a bias that it does not include."""
 
     output: torch.Tensor
     bias: torch.Tensor | None
@@ -49,15 +50,15 @@ class Pending(NamedTuple):
 class TorchNorm(MegatronModule):
     """RMSNorm or LayerNorm whose parameters are marked for sequence parallelism.
 
-    megatron's own torch norm refuses sequence parallelism. The mark makes ``finalize_model_grads``
-    add up the weight's gradient over the tensor-parallel ranks, which each see a slice of tokens.
+    megatron's torch norm refuses sequence parallelism. The mark makes ``finalize_model_grads`` sum the weight's
+    gradient over the tensor-parallel ranks, which each see a slice of tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config=config)
         self.eps = eps
         self.centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        """What is added to the weight in the product. It is never stored so: bf16 would lose bits of a small weight."""
+        """Added to the weight in use, not in storage, where bf16 would lose bits of a small weight."""
         first = torch.zeros if self.centre else torch.ones
         self.weight = torch.nn.Parameter(first(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
@@ -67,7 +68,7 @@ class TorchNorm(MegatronModule):
             self.bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension; on CUDA with the bits of `RolloutOps.add_norm`."""
+        """Normalise the last dimension; on CUDA bit-identical to `RolloutOps.add_norm`."""
         if hidden_states.is_cuda and is_rms(self):
             from megatron_rl.models.training_kernels import SumAndNorm
 
@@ -81,10 +82,9 @@ class TorchNorm(MegatronModule):
 
 
 class NormAcrossHeads(TorchNorm):
-    """RMSNorm of all heads of a token together, of which each tensor-parallel rank has its share.
+    """RMSNorm over all heads of a token, which are split over tensor-parallel ranks.
 
-    Every rank has all of the weight: megatron adds up its gradients over these ranks, as of all norms of queries and
-    keys.
+    The weight is replicated: megatron sums its gradient over these ranks, as for all query and key norms.
     """
 
     def __init__(self, config: TransformerConfig, width: int, ranks: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ class NormAcrossHeads(TorchNorm):
         if self._ranks.size() == 1:
             return super().forward(heads).view_as(hidden_states)
         squares = heads.float().square().sum(-1, keepdim=True)
-        # The sum over the ranks, whose gradient is again one over the ranks.
+        # A sum over the ranks, whose gradient is again a sum over the ranks.
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         share = self.weight.chunk(self._ranks.size())[self._ranks.rank()].float() + self.centre
         normed = heads.float() * torch.rsqrt(squares / width + self.eps) * share
@@ -105,12 +105,12 @@ class NormAcrossHeads(TorchNorm):
 
 
 class WholeColumnLinear(ColumnParallelLinear):
-    """A `ColumnParallelLinear` whose only rank has all columns."""
+    """A `ColumnParallelLinear` for one tensor-parallel rank."""
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
+        """Map ``[T, 1, in]`` to ``[T, 1, out]``, and the bias if the caller adds it."""
         weight = self.weight if weight is None else weight
         in_rollout = input_.dim() == 2 and not torch.is_grad_enabled()
         multiply = rollout_product if in_rollout else _product
@@ -119,19 +119,19 @@ class WholeColumnLinear(ColumnParallelLinear):
 
 
 class WholeRowLinear(RowParallelLinear):
-    """A `RowParallelLinear` whose only rank has all rows."""
+    """A `RowParallelLinear` for one tensor-parallel rank."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map ``[T, 1, in]`` to ``[T, 1, out]`` and the bias if the caller adds it."""
+        """Map ``[T, 1, in]`` to ``[T, 1, out]``, and the bias if the caller adds it."""
         multiply = _thin_product if is_thin(self, input_) else _product
         return _with_bias(multiply(input_, self.weight), self.bias, self.skip_bias_add)
 
 
 def is_thin(linear: torch.nn.Module, tokens: torch.Tensor) -> bool:
-    """Return whether ``linear`` uses `thin_product` here: in a decode step that need not have the bits of training."""
+    """Return whether ``linear`` uses `thin_product`: in decode steps that need not match training bit for bit."""
     if not THIN_PRODUCTS or torch.is_grad_enabled() or getattr(linear.config, "batch_invariant_mode", False):
         return False
-    # Experts see two dimensions in training, too.
+    # Experts have two-dimensional inputs in training too.
     is_few = tokens.dim() == 2 and len(tokens) <= THIN_ROWS and not linear.is_expert
     return is_few and len(linear.weight) <= THIN_COLUMNS and tokens.is_cuda and tokens.dtype == torch.bfloat16
 
@@ -149,8 +149,8 @@ def _product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def rollout_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``tokens weight^T``, [N, out] of [N, in] and [out, in], without gradients.
 
-    On a CPU a wide weight is taken in strips of columns: the same bits in 0.5 to 0.95 of the time, by its size. The
-    last strip takes the rest, so that none is narrow enough for another kernel.
+    On a CPU a wide weight is multiplied in strips of columns: the same bits in 0.5 to 0.95 of the time, by its size.
+    The last strip includes the rest, so that none is narrow enough for another kernel.
     """
     (wide, width), rows = weight.shape, tokens.shape[0]
     if wide < WIDE or weight.device.type != "cpu" or rows * width < LEAST_WORK:
@@ -166,16 +166,16 @@ def rollout_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _with_bias(
     product: torch.Tensor, bias: torch.Tensor | None, left_to_caller: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Added after the product, not within it, as stock does: ``addmm`` may round differently."""
+    """Add the bias after the product, like stock: ``addmm`` may round differently."""
     if left_to_caller:
         return product, bias
     return (product if bias is None else product + bias), None
 
 
 def call_linear(module: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call ``module(tokens)`` without the dispatch to hooks where none is registered.
+    """Call ``module(tokens)``, skipping the hook dispatch if there are no hooks.
 
-    ``forward`` is looked up on the instance: quantised rollouts put theirs there.
+    ``forward`` is looked up on the instance, where quantised rollouts install theirs.
     """
     if module._forward_hooks or module._forward_pre_hooks:
         return module(tokens)
@@ -183,9 +183,9 @@ def call_linear(module: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Ten
 
 
 def call_without_bias(linear: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call ``linear(tokens)``, and leave its bias to the caller's kernel where it adds one after the product.
+    """Call ``linear(tokens)`` and return its bias for the caller's kernel to add.
 
-    It adds the bias itself, and returns None, where hooks want its whole output, and where an adapter is added later.
+    With hooks or an adapter the linear adds the bias itself, and None is returned.
     """
     if linear.bias is None or hasattr(linear, "adapter") or linear._forward_hooks or linear._forward_pre_hooks:
         return call_linear(linear, tokens)
@@ -207,52 +207,52 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
 
 def scale_embedding(gpt: GPTModel, config: TransformerConfig) -> None:
-    """Scale the embedding from now on, by a factor in the model's dtype as the families' own code has it."""
+    """Scale the embedding from now on, by a factor in the model's dtype as in the families' own code."""
     gpt.embedding.__class__ = ScaledEmbedding
     gpt.embedding.factor = torch.tensor(math.sqrt(config.hidden_size), dtype=config.params_dtype).item()
 
 
 class ValueHead(torch.nn.Module):
-    """The output layer of a critic's `GPTModel`: one number in the place of the logits.
+    """The output layer of a critic's `GPTModel`: one value per token instead of logits.
 
-    Every tensor-parallel rank has all of it, and computes all values.
+    Replicated on every tensor-parallel rank, which computes all values.
 
-    The weight has the number format of the others, and like them fp32 main parameters: one in another format would
-    give megatron's DDP a second buffer. The product is fp32. Zeros at the start: the first advantages are those without
-    a critic, and there is no random error to unlearn.
+    The weight has the dtype of the others (another one would need a second DDP buffer) and fp32 main parameters. The
+    product is fp32. It starts at zero: the first advantages are those without a critic, without random errors to
+    unlearn.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        # Each rank sees its part of the sequence then: megatron adds up the gradients of what has this mark.
+        # Each rank sees its part of the sequence: megatron sums the gradients of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel
         self.sequence_parallel = config.sequence_parallel
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Map ``[T / ranks, 1, hidden]`` to ``[T, 1, 1]`` fp32; without sequence parallelism ranks is 1."""
+        """Map ``[T / ranks, 1, hidden]`` to ``[T, 1, 1]`` fp32; ranks is 1 without sequence parallelism."""
         del weight, runtime_gather_output
         values = functional.linear(input_.float(), self.weight.float())
         if self.sequence_parallel:
-            # Every rank computes the same loss of all values, so each takes the gradient of its own part.
+            # Every rank computes the same loss over all values, so each takes the gradient of its own part.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 class RolloutOps:
-    """[T, hidden] is the residual stream."""
+    """Element-wise operations of decode steps on the residual stream [T, hidden]."""
 
     def __init__(self, fused: bool) -> None:
-        """``fused``: a Triton kernel for each, but for LayerNorm and other activations than ``silu(gate) x up``."""
+        """``fused``: use Triton kernels, except for LayerNorm and activations other than ``silu(gate) x up``."""
         self.fused = fused
         self.experts = ExpertOps(fused)
 
     def add_norm(
         self, residual: torch.Tensor, pending: Pending | None, norm: torch.nn.Module, reader: torch.nn.Module | None
     ) -> tuple[torch.Tensor, LinearInput]:
-        """Add ``pending`` to the residual stream, in its memory; return it and its norm as ``reader`` wants it."""
+        """Add ``pending`` to the residual stream in place; return it and its norm in the format of ``reader``."""
         output, bias = pending or (None, None)
         if self.fused and is_rms(norm):
             from megatron_rl.models.kernels import add_norm
@@ -269,7 +269,7 @@ class RolloutOps:
         return (output if bias is None else output.add_(bias)).add_(residual)
 
     def activate(self, inner: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module) -> LinearInput:
-        """Return a plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
+        """Return a dense MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
         if not config.gated_linear_unit:
             return config.activation_func(inner)
         if self.fused and has_plain_swiglu(config):
@@ -281,5 +281,5 @@ class RolloutOps:
 
 
 def is_rms(norm: torch.nn.Module) -> bool:
-    """Return whether the kernels know it."""
+    """Return whether the kernels support the norm."""
     return type(norm) is TorchNorm and norm.bias is None and not norm.centre

@@ -1,11 +1,11 @@
-"""Routers of experts: replay of what a rollout chose, and losses that keep experts equally busy and logits small.
+"""Expert routers: replay of rollout choices, and losses that balance experts and keep logits small.
 
-Router replay (R3, arXiv 2510.11370): the trainer sends a token to the experts that the rollout sent it to. A near tie
-that falls the other way in a quantised rollout is another expert, a gap far larger than rounding. Only the choice is
-replayed: each expert's share is the trainer's own probability, so the router has its gradient. The ids come with the
-plan of a forward pass, so a layer that is recomputed, or runs its backward pass later, has the right ones.
+Router replay (R3, arXiv 2510.11370): training uses the experts chosen in the rollout. A near tie decided differently in
+a quantised rollout means another expert, a mismatch far larger than rounding. Only the choice is replayed: each
+expert's share is the trainer's own probability, so the router has its gradient. The ids are part of the forward pass's
+plan, so recomputed layers and delayed backward passes use the right ones.
 
-megatron's own balance losses are the mean over micro-batches, which differ in size here: see `BalanceLosses`.
+megatron's balance losses are means over micro-batches, which differ in size here: see `BalanceLosses`.
 """
 
 from __future__ import annotations
@@ -24,63 +24,64 @@ from torch import Tensor
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.models import changed
+from megatron_rl.models import override
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Routing:
-    """Stands in for a router's ``router_replay``, which megatron's top-k asks."""
+    """Replaces a router's ``router_replay``, which megatron's top-k calls."""
 
     def __init__(self) -> None:
-        self._given: Tensor | None = None
+        self._replayed: Tensor | None = None
         self.chosen: Tensor | None = None
-        """[T, k] int64: the experts of the last forward pass that chose for itself, without gradients."""
+        """[T, k] int64: experts of the last pass without gradients and without replay."""
 
-    def given(self, experts: Tensor | None) -> AbstractContextManager[None]:
-        """Send tokens to ``experts`` [T, k] inside the block; the largest number of their dtype: the router chooses."""
-        return changed("_given", {self: experts})
+    def replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
+        """Use ``experts`` [T, k] inside the context; entries with the dtype's maximum are chosen by the router."""
+        return override("_replayed", {self: experts})
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
     ) -> tuple[Tensor, Tensor]:
         """Return scores and ids of the experts to use, [T, k] each, from ``scores`` [T, experts]."""
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self._given is None:
+        if self._replayed is None:
             if not torch.is_grad_enabled():
                 self.chosen = chosen
             return values, chosen
-        known = self._given != torch.iinfo(self._given.dtype).max
-        chosen = torch.where(known, self._given.long(), chosen)
+        known = self._replayed != torch.iinfo(self._replayed.dtype).max
+        chosen = torch.where(known, self._replayed.long(), chosen)
         return scores.gather(1, chosen), chosen
 
 
 @dataclass(frozen=True)
 class BalancePass:
-    """One forward pass for the routers. Tokens are counted in G groups, over the ranks that share them."""
+    """Inputs of the balance losses for one forward pass. Tokens form G groups over the ranks that share them."""
 
     members: Tensor
-    """[G, tokens of this rank] fp32: 1 where the token is of the group. Those without weight are of none."""
+    """[G, tokens of this rank] fp32: 1 if the token is in the group. Tokens without weight are in none."""
     sizes: Tensor
-    """[G] fp32: tokens of the group, of all ranks."""
+    """[G] fp32: tokens of the group on all ranks."""
     weights: Tensor
-    """[G] fp32: the group's part of the denominator of the loss."""
+    """[G] fp32: the group's part of the loss denominator."""
     balance: float
     """`--moe-aux-loss-coeff`."""
     z: float
     """`--moe-z-loss-coeff`."""
     sums: Tensor
-    """[layers of the model, 3 + experts] fp64, of the step's passes with gradients, this rank's part: both losses
-    without coefficient, each group times its weight; weights; tokens of each expert."""
+    """[layers of the model, 3 + experts] fp64, this rank's sums over the step's passes with gradients: the two weighted
+    losses without coefficients, weights, tokens per expert.
+    """
 
     def loss(
         self, layer: int, logits: Tensor, chosen: Tensor, group: dist.ProcessGroup, scores: str = "softmax"
     ) -> Tensor | None:
-        """Return this rank's part of a layer's losses, times the group's weight; None without a coefficient.
+        """Return this rank's part of a layer's losses, weighted by group; None without coefficients.
 
-        ``logits`` [T, experts] fp32, ``chosen`` [T, experts] bool: where the tokens are sent. ``group`` is of the
-        ranks that share the tokens of a group; collective over it with a coefficient. ``scores`` is the router's
-        `--moe-router-score-function`; of sigmoids each token's add up to 1 here, as megatron-core does it.
+        ``logits`` [T, experts] fp32, ``chosen`` [T, experts] bool. ``group``: the ranks that share a group's tokens;
+        collective over it. ``scores``: `--moe-router-score-function`; sigmoids are normalised to sum 1 per token, as in
+        megatron-core.
         """
         counts, each = self.members @ chosen.float(), self.weights / self.sizes.clamp_min(1)
         sums, total = self.sums[layer - 1], None
@@ -90,8 +91,8 @@ class BalancePass:
             everywhere = counts.clone()
             if group.size() > 1:
                 dist.all_reduce(everywhere, group=group)
-            # Switch Transformer (arXiv 2101.03961): experts x sum over them of share of tokens x mean probability. The
-            # share has no gradient; a token that goes to k experts is k tokens.
+            # Switch Transformer (arXiv 2101.03961): experts x sum over experts of token share x mean probability. The
+            # share has no gradient; a token with k experts counts k times.
             shares = everywhere / everywhere.sum(1, keepdim=True).clamp_min(1)
             each_token = logits.softmax(-1) if scores == "softmax" else functional.normalize(logits.sigmoid(), 1, -1)
             probabilities = self.members @ each_token
@@ -109,14 +110,14 @@ class BalancePass:
 class BalanceLosses:
     """The balance losses of a run's updates, and their metrics.
 
-    With denominators ``D_g`` of the groups, as the loss has them before tokens without a finite log-prob leave it, the
-    gradient of an update has beside the loss's own that of
+    With denominators ``D_g`` of the groups, as in the loss before tokens with a non-finite log-prob are dropped, an
+    update has in addition the gradient of
 
         ``sum over layers of coefficient x (sum_g D_g loss_g) / (sum_g D_g)``
 
-    over all groups of all micro-batches and replicas. A group is a sequence (``seq_aux_loss``, and the z-loss alone),
-    so neither micro-batches nor layouts change it. With ``aux_loss`` it is a micro-batch. Where the loss counts samples
-    a sequence counts as its share of its sample's tokens.
+    over all groups of all micro-batches and replicas. A group is a sequence (``seq_aux_loss``, or only a z-loss), so
+    the result does not depend on micro-batches and layouts; with ``aux_loss`` it is a micro-batch. If the loss averages
+    over samples, a sequence counts as its share of its sample's tokens.
     """
 
     def __init__(self, config: RLConfig, device: torch.device, of_critic: bool = False) -> None:
@@ -134,10 +135,10 @@ class BalanceLosses:
         """Return the losses; None without experts."""
         return None if config.model.num_experts is None else cls(config, device, of_critic)
 
-    def during(self, batch: TokenBatch, tensor_group: dist.ProcessGroup | None) -> BalancePass:
-        """Make a pass over ``batch``; ``tensor_group`` of the ranks that cut its tokens once more, or None."""
+    def new_pass(self, batch: TokenBatch, tensor_group: dist.ProcessGroup | None) -> BalancePass:
+        """Return the inputs for a pass over ``batch``; ``tensor_group``: ranks that split its tokens, or None."""
         counts = batch.loss_tokens().float()
-        # Of a sample's weight in the policy loss, 1, a sequence has the share of its tokens.
+        # The policy loss weighs a sample 1, of which a sequence has the share of its tokens.
         weights = counts if self._counts_tokens else counts / batch.sample_tokens().clamp_min(1)
         index = torch.arange(weights.numel(), device=weights.device)[:, None]
         sizes = batch.packing.cu_seqlens.diff().float() * (weights > 0)
@@ -150,7 +151,7 @@ class BalanceLosses:
         return BalancePass(members, sizes, weights, *self._coefficients, self._sums)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the passes since the last call; the same on all ranks, collective over the job."""
+        """Return the metrics since the last call; the same on all ranks, collective over the job."""
         dist.all_reduce(self._sums)
         table = self._sums.to("cpu", copy=True)
         self._sums.zero_()
@@ -165,30 +166,27 @@ class BalanceLosses:
 
 
 class BalancedRouter(TopKRouter):
-    """megatron's router; in passes that are told of balance their gradient comes with the probabilities."""
+    """megatron's router, which adds the gradient of balance losses to its probabilities."""
 
     _pass: BalancePass | None = None
 
-    def told(self, balance: BalancePass | None) -> AbstractContextManager[None]:
-        """Enter a block in which forward passes with gradients are of ``balance``."""
-        return changed("_pass", {self: balance})
+    def using_balance(self, balance: BalancePass | None) -> AbstractContextManager[None]:
+        """Use ``balance`` in forward passes with gradients, inside the context."""
+        return override("_pass", {self: balance})
 
     def freeze_bias(self) -> None:
-        """Make a parameter without gradient of the router's bias, if it has one.
-
-        As megatron's buffer it is not among what is loaded, saved and compared. It stays fp32.
-        """
+        """Turn the router's bias, if any, from a buffer into a frozen fp32 parameter, which checkpoints include."""
         bias = self.expert_bias
         if bias is not None:
             del self.expert_bias
             self.expert_bias = torch.nn.Parameter(bias.float(), requires_grad=False)
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the bias is frozen, so no tokens are counted. megatron compiles its own at its first call."""
+        """Do nothing: the bias is frozen, so tokens need not be counted; megatron would compile a function."""
 
-    def routing(self, logits: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Route as megatron does."""
-        probabilities, chosen = super().routing(logits, *given, **named)
+    def routing(self, logits: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Route like megatron."""
+        probabilities, chosen = super().routing(logits, *args, **named)
         if self._pass is None or not torch.is_grad_enabled():  # a layer that is recomputed comes twice, once without
             return probabilities, chosen
         flat = logits.view(-1, logits.shape[-1])

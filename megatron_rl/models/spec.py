@@ -1,4 +1,4 @@
-"""The specification of decoder layers: of our blocks, or Transformer Engine's."""
+"""Specifications of decoder layers: our blocks, or Transformer Engine's layers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _ENGINE = "transformer_engine"
 _NORMS_IN_CHECKPOINTS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }  # fmt: skip
-"""megatron's names of them, also where it has none, as with latent attention: files of all models are read alike."""
+"""Norm names in megatron's checkpoints, used for all models, so that files are read alike."""
 
 
 def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec:
     """Return the specification of one decoder layer.
 
     Raises:
-        ConfigError: a block of it is not built, or does not compute a setting.
+        ConfigError: a block is unknown or does not support a setting.
     """
     if config.transformer_impl == _ENGINE:
         return _engine_layer_spec(config, kind)
@@ -54,26 +54,25 @@ def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec
     if mixer.module is not None:
         layer.self_attention = ModuleSpec(module=mixer.module)
     else:
-        mixer.place(layer.self_attention.submodules, config)
-    mlp.place(submodules_of(layer.mlp), config)
+        mixer.replace_modules(layer.self_attention.submodules, config)
+    mlp.replace_modules(submodules_of(layer.mlp), config)
     return spec
 
 
 def block_spec(config: TransformerConfig, kinds: Sequence[LayerKind]) -> TransformerBlockSubmodules:
-    """Return the decoder layers of this pipeline stage, or of one of its chunks, and the final norm."""
+    """Return the decoder layers of this pipeline stage (or chunk), and the final norm."""
     specs = {kind: layer_spec(config, kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=TorchNorm)
 
 
 def _engine_layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
-    """One decoder layer of Transformer Engine, with our attention and our experts around its grouped products.
+    """Return a Transformer Engine layer, with our attention, and our experts around its grouped products.
 
-    The norms before attention and a dense MLP are part of the products that follow them
-    (``linear_qkv.layer_norm_weight``), the one before experts is not; checkpoints and Hugging Face files know both
-    spellings, see `own_name`.
+    Norms before attention and dense MLPs are part of the following linear (``linear_qkv.layer_norm_weight``), the one
+    before experts is not; checkpoints and Hugging Face files accept both spellings, see `own_name`.
 
     Raises:
-        ConfigError: megatron-core found no Transformer Engine that it can use, or the layer is not Llama's.
+        ConfigError: megatron-core found no usable Transformer Engine, or the layer is not Llama-like.
     """
     if dataclasses.replace(kind, mlp="dense") != PLAIN or kind.mlp not in ("dense", "experts"):
         raise ConfigError([f"--transformer-impl transformer_engine: its layers are none of {kind}; use local"])
@@ -93,15 +92,15 @@ def _engine_layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec
         submodules_of(spec.submodules.mlp).experts = EngineExperts
     attention = spec.submodules.self_attention
     attention.module = PlannedSelfAttention
-    # The plan attends. What stands here is not called, and must have no state that the other layers lack.
+    # The plan attends. This placeholder is not called, and must have no state.
     attention.submodules.core_attention = IdentityOp
     return spec
 
 
 def fp8_settings(config: RLConfig) -> dict[str, Any]:
-    """Return settings of `TransformerConfig`: megatron runs the layers in ``fp8_autocast`` when they are set.
+    """Return the fp8 settings of `TransformerConfig`, with which megatron runs layers in ``fp8_autocast``.
 
-    With local layers the same flags mean aligned training, which needs none of it.
+    Empty for local layers, where the same flags mean aligned training.
     """
     precision = config.precision
     if config.kernels.transformer_impl != _ENGINE or precision.fp8_format is None:
@@ -110,16 +109,16 @@ def fp8_settings(config: RLConfig) -> dict[str, Any]:
         "fp8": precision.fp8_format,
         "fp8_recipe": precision.fp8_recipe,
         "fp8_param": precision.fp8_param_gather,
-        # Otherwise the fp8 weights are kept from one forward pass to the next until megatron's training schedule
-        # says that they have changed: scoring and rollouts after an update would run on those before it.
+        # Otherwise fp8 weights are cached until megatron's training schedule reports a change: scoring and rollouts
+        # after an update would use the old ones.
         "disable_parameter_transpose_cache": True,
     }
 
 
 def pad_products(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's linears take any number of tokens in fp8, whose products want multiples of 16.
+    """Make Transformer Engine's fp8 linears accept any number of tokens; their products need multiples of 16.
 
-    megatron's own padding exchanges shares of a sequence outside the linear, which then adds up what is added up.
+    megatron's padding exchanges sequence shares outside of the linear, which would then sum twice.
     """
     for module in model.modules():
         if hasattr(module, "te_return_bias"):
@@ -127,7 +126,7 @@ def pad_products(model: torch.nn.Module) -> None:
 
 
 def _padded(module: Any, forward: Callable[[torch.Tensor], Any], tokens: torch.Tensor) -> Any:
-    """Run ``forward`` on [T, B, in] with zeros behind the share of each rank, of which it takes or gives all."""
+    """Run ``forward`` on [T, B, in] with zero padding after each rank's share, gathered or scattered by the linear."""
     ranks = module.tp_size if module.sequence_parallel else 1
     taken, given = (ranks, 1) if module.parallel_mode == "row" else (1, ranks)
     missing = -(tokens.shape[0] // taken) % 16

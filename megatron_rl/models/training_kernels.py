@@ -1,6 +1,6 @@
-"""Residual sum with norm, and rotation of heads, in training on CUDA: the rollout's kernels, and their gradients.
+"""Fused residual sum with norm, and rotation of heads, for training on CUDA: rollout kernels with gradients.
 
-The gradient of a norm's weight is summed in two steps and in a fixed order, without atomics.
+Norm weight gradients are summed in two steps in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megatron_rl.models.kernels import add_norm, rotate_store, rotated
 
 PROGRAMS = 1024
-"""Of a gradient; each goes over several rows and has a row of the first step's sums."""
+"""Programs of a gradient kernel; each processes several rows and writes one row of partial sums."""
 
 
 class SumAndNorm(torch.autograd.Function):
@@ -38,12 +38,12 @@ class SumAndNorm(torch.autograd.Function):
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         summed, weight = ctx.saved_tensors
         slopes = slopes[0], torch.zeros_like(summed) if slopes[1] is None else slopes[1]
-        given = [each if each is None else each.contiguous() for each in (summed, *slopes)]
-        columns, block, out = len(weight), triton.next_power_of_2(len(weight)), torch.empty_like(given[0])
+        inputs = [each if each is None else each.contiguous() for each in (summed, *slopes)]
+        columns, block, out = len(weight), triton.next_power_of_2(len(weight)), torch.empty_like(inputs[0])
         rows, programs = out.numel() // columns, max(1, min(out.numel() // columns, PROGRAMS))
         sums = weight.new_empty(programs, columns, dtype=torch.float32)
         norm_gradient_kernel[(programs,)](
-            *given, weight, out, sums, rows, triton.cdiv(rows, programs), columns, ctx.epsilon, BLOCK=block,
+            *inputs, weight, out, sums, rows, triton.cdiv(rows, programs), columns, ctx.epsilon, BLOCK=block,
             num_warps=min(block // 512 or 1, 16),
         )  # fmt: skip
         of_weight = sums.sum(0).type_as(weight) if ctx.needs_input_grad[2] else None
@@ -73,7 +73,7 @@ def norm_gradient_kernel(
 
 @triton.jit
 def _through_norm(place, slope, scale, inside, width, epsilon):
-    """The norm without its weight ``scale`` of the rows at ``place``, and their gradient."""
+    """Return the normalised rows at ``place`` without the weight ``scale``, and their gradient."""
     numbers = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(numbers * numbers, 1) / width + epsilon)[:, None]
     normed, slope = numbers * inverse, slope * scale
@@ -81,27 +81,27 @@ def _through_norm(place, slope, scale, inside, width, epsilon):
 
 
 class RotatedHeads(torch.autograd.Function):
-    """``mixed`` of `rotate_store` to query, key and value, [T, 1, heads, D], whole heads of the first two rotated.
+    """Split ``mixed`` (see `rotate_store`) into query, key and value, [T, 1, heads, D]; rotates whole queries and keys.
 
-    ``places`` [T] int64 are 0 to T - 1, ``norms`` RMSNorms of a query's and a key's head with ``weights``, or all None.
+    ``places`` [T] int64 are 0 to T - 1; ``norms``: RMSNorms of query and key heads with ``weights``, or all None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor, norms: Any,
+        ctx: Any, mixed: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor, norms: Any,
         *weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         tokens, groups, _, width = mixed.shape
         key, value = (mixed.new_empty(tokens, 1, groups, width) for _ in range(2))
-        query = rotate_store(mixed, *turn, *norms, key, value, places)
-        ctx.save_for_backward(*turn, *weights, None if norms[0] is None else mixed)
+        query = rotate_store(mixed, *cos_sin, *norms, key, value, places)
+        ctx.save_for_backward(*cos_sin, *weights, None if norms[0] is None else mixed)
         ctx.shape, ctx.epsilon = mixed.shape, getattr(norms[0], "eps", 0.0)
         return query, key, value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        slopes, (*turn, query_norm, key_norm, mixed) = [slope.contiguous() for slope in slopes], ctx.saved_tensors
+        slopes, (*cos_sin, query_norm, key_norm, mixed) = [slope.contiguous() for slope in slopes], ctx.saved_tensors
         tokens, groups, heads, width = ctx.shape
         out, sums, programs = slopes[0].new_empty(ctx.shape), None, tokens
         if mixed is not None:
@@ -109,8 +109,9 @@ class RotatedHeads(torch.autograd.Function):
             sums = out.new_empty(programs * groups, 2, width, dtype=torch.float32)
         rows, block = triton.next_power_of_2(heads), triton.next_power_of_2(width)
         heads_gradient_kernel[(programs, groups)](
-            *slopes, mixed, *turn, query_norm, key_norm, ctx.epsilon, out, sums, tokens, triton.cdiv(tokens, programs),
-            groups, SHARE=heads - 2, WIDTH=width, HEADS=rows, BLOCK=block, num_warps=min(rows * block // 512 or 1, 8),
+            *slopes, mixed, *cos_sin, query_norm, key_norm, ctx.epsilon, out, sums, tokens,
+            triton.cdiv(tokens, programs), groups, SHARE=heads - 2, WIDTH=width, HEADS=rows, BLOCK=block,
+            num_warps=min(rows * block // 512 or 1, 8),
         )  # fmt: skip
         return out, None, None, None, *((None, None) if sums is None else sums.sum(0).type_as(out))
 
@@ -120,7 +121,7 @@ def heads_gradient_kernel(
     of_query, of_key, of_value, mixed, cos, sin, query_norm, key_norm, epsilon, out, sums, tokens, per_program, groups,
     SHARE: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn gradients back, and through the norms; a program has ``per_program`` tokens of a group."""
+    """Apply the inverse rotation and the norms' gradients; a program has ``per_program`` tokens of a group."""
     group, first = tl.program_id(1), tl.program_id(0).to(tl.int64) * per_program
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     other = (column + WIDTH // 2) % WIDTH
@@ -151,7 +152,7 @@ def heads_gradient_kernel(
 
 @triton.jit
 def _slope(of_query, of_key, of_value, row, head, column, inside, SHARE: tl.constexpr, WIDTH: tl.constexpr):
-    """The gradients of a group's queries, its key and its value."""
+    """Load the gradients of a group's queries, key and value."""
     alone = row * WIDTH + column + 0 * head
     slope = tl.load(of_query + (row * SHARE + head) * WIDTH + column, mask=inside & (head < SHARE), other=0.0)
     slope += tl.load(of_key + alone, mask=inside & (head == SHARE), other=0.0)

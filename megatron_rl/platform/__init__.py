@@ -1,7 +1,7 @@
-"""The hardware under the run, and what megatron-core needs to run on it.
+"""Hardware access, and the adaptation of megatron-core to this machine.
 
-Importing this package makes megatron-core importable and runnable on this machine (`prepare`), so every package of ours
-that imports megatron imports this one first.
+Importing this package makes megatron-core importable and runnable (`prepare`), so our packages import it before
+megatron.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _USELESS = {
     # From 0.19 on, for every model: its successor's norms need Transformer Engine.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""Logger, and what of it says nothing that the user could act on."""
+"""Logger -> messages that the user cannot act on, which are suppressed."""
 
 
 @functools.cache
 def prepare() -> None:
-    """Patch torch and megatron-core where this machine needs it; later calls do nothing.
+    """Patch torch and megatron-core for this machine; later calls do nothing.
 
-    With a GPU `cuda.install` settles attention kernels and memory; without one `cpu.install` makes the ``torch.cuda``
-    calls harmless that megatron-core hard-codes. Its gaps are closed on both (see `_close_gaps`).
+    With a GPU `cuda.install` configures attention kernels and memory; without one `cpu.install` redirects the
+    ``torch.cuda`` calls that megatron-core hard-codes. `_close_gaps` applies to both.
     """
-    # One thread a rank unless the user says otherwise: ranks that fight for cores are slower.
+    # Idle OpenMP threads sleep: ranks that compete for cores are slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # "Apex is not installed", "TE is not installed", ...
-        stack.enter_context(_as_if_absent("wandb", "torch.utils.tensorboard"))
+        stack.enter_context(_hide_packages("wandb", "torch.utils.tensorboard"))
         if torch.cuda.is_available():
             cuda.install()
         else:
@@ -55,10 +55,10 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def _as_if_absent(*names: str) -> Iterator[None]:
-    """Inside, these packages cannot be imported unless they already were.
+def _hide_packages(*names: str) -> Iterator[None]:
+    """Make these packages unimportable inside the context, unless already imported.
 
-    megatron-core asks for writers of metrics that we do not give it, and works without them. wandb takes a second.
+    megatron-core imports optional metric writers that we do not use. wandb takes a second.
     """
     hidden = [name for name in names if name not in sys.modules]
     sys.modules |= dict.fromkeys(hidden)
@@ -70,7 +70,7 @@ def _as_if_absent(*names: str) -> Iterator[None]:
 
 
 def _close_gaps() -> None:
-    """Places where megatron-core needs a package it should not need."""
+    """Fix places where megatron-core requires an optional package."""
     import megatron.core.transformer.attention as attention
     from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import moe_utils
@@ -86,13 +86,13 @@ def _close_gaps() -> None:
         moe_utils.te_general_gemm = None
     # Without Transformer Engine and Apex the host reads the norm of every parameter's gradient.
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = _norm_without_a_read
+        clip_grads.l2_norm_impl = _norm_on_device
 
 
-def _norm_without_a_read(
+def _norm_on_device(
     _chunk_size: int, _overflow: torch.Tensor, tensors: list[list[torch.Tensor]], _per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """As Apex's ``multi_tensor_l2norm``: the norm of all tensors together, [1] fp32 on their device."""
+    """Compute Apex's ``multi_tensor_l2norm``: the norm of all tensors together, [1] fp32 on their device."""
     norms = torch._foreach_norm(tensors[0], 2, torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 

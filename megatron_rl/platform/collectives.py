@@ -1,4 +1,4 @@
-"""Exchanges between ranks: flags, maxima and JSON values on the host (nothing is pickled), and messages of stages."""
+"""Collectives for flags, maxima and JSON values on the host (without pickle), and messages between pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return True on every rank when it is true on one."""
+    """Return True on every rank if ``flag`` is true on any."""
     value = torch.tensor([int(flag)])
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
 
 
 def max_over(values: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """Return the largest of named host numbers; every rank passes the same names in the same order."""
+    """Return the maxima of named host numbers; every rank passes the same names in the same order."""
     largest = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(values, largest.tolist(), strict=True))
@@ -51,7 +51,7 @@ def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
 def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
     """Collect a JSON value of any size from every rank, in rank order, on the group's first rank; None elsewhere.
 
-    Sent from rank to rank: a gather would pad each to the largest, and leave all of them on every rank.
+    Sent point-to-point: a gather would pad each to the largest, and keep all of them on every rank.
     """
     text = _text_of(value)
     sizes = gather_vectors(torch.tensor([text.numel()]), group)
@@ -67,7 +67,7 @@ def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """Broadcast a JSON value from global rank ``source``; the others pass anything."""
+    """Broadcast a JSON value from global rank ``source``; other ranks' values are ignored."""
     is_source = dist.get_rank() == source
     text = _text_of(value if is_source else None)
     size = torch.tensor([text.numel()])
@@ -78,7 +78,7 @@ def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = No
 
 
 def _text_of(value: Any) -> torch.Tensor:
-    """JSON, [bytes] uint8."""
+    """Encode as JSON, [bytes] uint8."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
@@ -87,18 +87,17 @@ def _value_of(text: torch.Tensor) -> Any:
 
 
 class StageMessages:
-    """Messages between the pipeline stages of a copy of the model, as rollouts need them.
+    """Messages between the pipeline stages of a model copy in rollouts.
 
         first ──hidden──► ... ──hidden──► last
           ▲                                 │
-          └──────ids (or hidden)────────────┘       what was drawn goes from the last stage to all
+          └──────ids (or hidden)────────────┘       drawn tokens go from the last stage to all
 
-    Shapes follow from what all stages know, so nothing but payload travels. A send returns at once; receives are in the
-    order of the sends.
+    All stages know the shapes, so only data is sent. Sends are asynchronous; receives are in the order of sends.
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device, in_flight: int) -> None:
-        """``in_flight``: sends that need not have arrived when the next one begins."""
+        """``in_flight``: sends that may be incomplete when the next one begins."""
         self._stages = groups.pipeline_group
         self._from_previous, self._to_next = groups.ring
         ranks = dist.get_process_group_ranks(self._stages)
@@ -120,13 +119,13 @@ class StageMessages:
         return tensor
 
     def send_drawn(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Send from the last stage ids int64 and log-probs fp32 of one shape; every stage calls `receive_drawn`."""
+        """Send ids int64 and log-probs fp32 of one shape from the last stage; every stage calls `receive_drawn`."""
         self._own.append((tokens, logprobs))
         both = torch.stack((tokens.int(), logprobs.view(torch.int32)))
         self._keep(dist.broadcast(both, self._last, group=self._stages, async_op=True), both)
 
     def receive_drawn(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Receive what the last stage sent next: ids int64 and log-probs fp32, bitwise."""
+        """Receive the next ids int64 and log-probs fp32 of the last stage, bit for bit."""
         if self.is_last:
             return self._own.popleft()
         both = torch.empty(2, *shape, dtype=torch.int32, device=self._device)
@@ -134,29 +133,25 @@ class StageMessages:
         return both[0].long(), both[1].view(torch.float32)
 
     def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        """The memory of a message under way must stay."""
+        """Keep the memory of incomplete sends."""
         self._sent.append((work, tensor))
         while len(self._sent) > self._in_flight:
             self._sent.popleft()[0].wait()
 
 
 class OneStage:
-    """A `StageMessages` where one stage has the whole model: it receives what it has sent."""
+    """`StageMessages` for a single stage: it receives its own messages."""
 
     is_first = is_last = True
 
     def send(self, tensor: torch.Tensor) -> None:
-        """See `StageMessages`."""
         self._sent = tensor
 
     def receive(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `StageMessages`."""
         return self._sent
 
     def send_drawn(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """See `StageMessages`."""
         self._drawn = tokens, logprobs
 
     def receive_drawn(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StageMessages`."""
         return self._drawn

@@ -1,7 +1,7 @@
-"""Run megatron-core without CUDA: every patch, what it becomes, and who needs it.
+"""Patches that run megatron-core without CUDA.
 
-megatron-core writes ``device="cuda"``, ``torch.cuda.current_device()`` and CUDA random-number calls into code that has
-nothing to do with a GPU. `install` redirects them to the CPU, where there is no GPU, before megatron is imported.
+megatron-core uses ``device="cuda"``, ``torch.cuda.current_device()`` and CUDA random numbers in code that needs no GPU.
+`install` redirects them to the CPU before megatron is imported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 class _Event:
-    """``torch.cuda.Event`` on the host clock (engine and p2p timing)."""
+    """``torch.cuda.Event`` with the host clock (timing of engine and p2p)."""
 
     _time = 0.0
     __init__ = synchronize = wait = _do_nothing
@@ -56,7 +56,7 @@ class _Event:
 
 
 class _Stream:
-    """``torch.cuda.Stream`` where everything already runs in order."""
+    """``torch.cuda.Stream`` for the CPU, where everything runs in order."""
 
     __init__ = wait_stream = wait_event = synchronize = __exit__ = _do_nothing
 
@@ -68,7 +68,7 @@ class _Stream:
 
 
 def _patch_device_queries() -> None:
-    """Needed everywhere: buffers, optimizers and schedules ask for the current device."""
+    """Buffers, optimizers and schedules ask for the current device."""
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = _do_nothing
     torch.cuda.memory_stats = lambda *_, **__: defaultdict(int)
@@ -77,7 +77,7 @@ def _patch_device_queries() -> None:
 
 
 def _patch_streams_and_events() -> None:
-    """Needed by context-parallel rope, the MoE all-to-all and p2p communication."""
+    """Used by context-parallel rope, the MoE all-to-all and p2p communication."""
     stream = _Stream()
     torch.cuda.Event = _Event
     torch.cuda.Stream = _Stream
@@ -87,7 +87,7 @@ def _patch_streams_and_events() -> None:
 
 
 def _patch_random_numbers() -> None:
-    """The CUDA generator becomes the CPU generator."""
+    """Replace the CUDA generator by the CPU generator."""
     torch.cuda.manual_seed = torch.manual_seed
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -95,7 +95,7 @@ def _patch_random_numbers() -> None:
 
 
 def _patch_tensor_factories() -> None:
-    """``device="cuda"`` literals in optimizers, gradient clipping and schedules."""
+    """Redirect ``device="cuda"`` in optimizers, gradient clipping and schedules."""
     _device_constructors()  # torch caches its own here; ``with torch.device("meta")`` would not know the others
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -128,24 +128,21 @@ def _patch_tensor_methods() -> None:
 
 
 def _gather_dtypes_apart() -> None:
-    """gloo makes one tensor of all that megatron's DDP gathers at once: bf16 weights came out in place of fp8 codes."""
+    """Gather mixed dtypes as bytes: gloo concatenates megatron's coalesced gathers, mixing up bf16 and fp8."""
     names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")  # of torch 2.13, and before
     name = next(name for name in names if hasattr(dist.ProcessGroup, name))
     gather = getattr(dist.ProcessGroup, name)
 
-    def gathered(group: dist.ProcessGroup, wholes: Sequence[Any], parts: Sequence[Any], *given: Any) -> dist.Work:
+    def gathered(group: dist.ProcessGroup, wholes: Sequence[Any], parts: Sequence[Any], *args: Any) -> dist.Work:
         if len({part.dtype for part in parts}) > 1:
             wholes, parts = ([tensor.view(torch.uint8) for tensor in tensors] for tensors in (wholes, parts))
-        return gather(group, wholes, parts, *given)
+        return gather(group, wholes, parts, *args)
 
     setattr(dist.ProcessGroup, name, gathered)
 
 
 def _keep_optimizers_from_the_compiler() -> None:
-    """They import ``torch._dynamo`` to say that they are not compiled: a second of a process that compiles nothing.
-
-    A torch that decorates them in no way keeps its own.
-    """
+    """Remove torch decorators, if any, that import ``torch._dynamo``, which takes a second."""
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         if hasattr(method := vars(Optimizer)[name], "__wrapped__"):
             setattr(Optimizer, name, method.__wrapped__)
@@ -155,7 +152,7 @@ def _keep_optimizers_from_the_compiler() -> None:
 
 
 def _import_megatron_without_compilation() -> None:
-    """``torch.compile`` is the identity meanwhile: compiling tiny fused functions costs seconds of start-up."""
+    """Import megatron with ``torch.compile`` as identity: compiling tiny fused functions costs seconds at start-up."""
     original = torch.compile
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
     try:
@@ -172,24 +169,26 @@ def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Otherwise the state to set is queued for a CUDA start that never comes (a leak).
+    # Otherwise the state is queued for a CUDA initialisation that never comes (a leak).
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # Pipeline inference refuses CPU tensors.
     inference_communication._is_cuda = _do_nothing
-    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda sizes, as_numpy=False, record_stream=False: (
+        sizes.numpy() if as_numpy and torch.is_tensor(sizes) else sizes  # MoE split sizes are already on the host
+    )
     mappings._gather_along_first_dim = _gather_uneven(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
 
 
 def _gather_uneven(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """gloo gathers equal parts alone. Experts cut over ranks (--expert-tensor-parallel-size) gather what they got."""
+    """Gather unequal parts, which gloo does not support, for split experts (--expert-tensor-parallel-size)."""
 
     def gathered(
-        part: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *given: Any, **named: Any
+        part: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *args: Any, **named: Any
     ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
-            return even(part, group, sizes, *given, **named)
+            return even(part, group, sizes, *args, **named)
         whole = part.new_empty([sum(sizes), *part.shape[1:]])
         copies = part.repeat(group.size(), *[1] * (part.dim() - 1))
         dist.all_to_all_single(whole, copies, list(sizes), [len(part)] * group.size(), group=group)
@@ -199,21 +198,16 @@ def _gather_uneven(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _reduce_scatter_uneven(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same for the way back: each rank gets the sum of its part."""
+    """Reduce-scatter unequal parts: each rank gets the sum of its part."""
 
     def scattered(
-        whole: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *given: Any, **named: Any
+        whole: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *args: Any, **named: Any
     ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
-            return even(whole, group, sizes, *given, **named)
+            return even(whole, group, sizes, *args, **named)
         own = sizes[group.rank()]
         parts = whole.new_empty([group.size() * own, *whole.shape[1:]])
         dist.all_to_all_single(parts, whole.contiguous(), [own] * group.size(), list(sizes), group=group)
         return parts.view(group.size(), own, *whole.shape[1:]).sum(0)
 
     return functools.update_wrapper(scattered, even)
-
-
-def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """MoE all-to-all split sizes are already on the host."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

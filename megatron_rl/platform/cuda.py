@@ -1,4 +1,4 @@
-"""What torch is told on CUDA: which kernels to leave alone, how to keep memory, and in which modes to repeat bits."""
+"""torch settings on CUDA: attention kernels, allocator, determinism."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Iterator, Mapping
 import torch
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where a user configures torch's allocator."""
+"""The user's settings of torch's allocator."""
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Apply both settings. Call once, before the first allocation on a GPU; it needs none itself."""
-    # On Hopper torch prefers cuDNN's attention, which builds a plan for every new shape, tens of milliseconds forward
-    # and backward, and keeps it for ever: packed batches have new shapes in every step. Besides, its backward pass
-    # gives NaN under a mask where length % 128 == 64 (pytorch issue 196678). Flash attention comes next.
+    """Apply both settings. Call once, before the first allocation on a GPU; needs no GPU."""
+    # On Hopper torch prefers cuDNN attention, which builds and keeps a plan for every new shape, in tens of
+    # milliseconds forward and backward: packed batches have new shapes in every step. Its backward pass also gives NaN
+    # under a mask where length % 128 == 64 (pytorch issue 196678). Flash attention is the next choice.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # The KV cache, optimizer state and weights leave the device and come back in every step. Between segments of a
-    # fixed size they would leave holes that nothing else fits in.
+    # KV cache, optimizer state and weights are freed and reallocated in every step. Segments of a fixed size would
+    # fragment.
     if not any(environment.get(name) for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def environment_for(batch_invariant: bool) -> dict[str, str]:
-    """Return the deterministic mode's variables. Libraries read them once, at their first call on a GPU or of a group.
+    """Return the environment variables of deterministic mode, to be set before the first GPU call or process group.
 
-    With ``batch_invariant`` cuBLAS has no memory for split-K, which it would choose by the number of rows.
+    With ``batch_invariant`` cuBLAS has no workspace for split-K, whose use depends on the number of rows.
     """
     return {
         "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0",  # one order of sums; NVSwitches have none
@@ -39,9 +39,9 @@ def environment_for(batch_invariant: bool) -> dict[str, str]:
 
 @contextlib.contextmanager
 def strict_algorithms() -> Iterator[None]:
-    """Let torch use deterministic algorithms in the block, and raise where an operation has none; then as before.
+    """Use deterministic algorithms, and raise where there is none, inside the context.
 
-    Flash attention's backward pass, ``scatter_add_``, ``index_add_`` and ``index_copy_`` follow it.
+    Affects flash attention's backward pass, ``scatter_add_``, ``index_add_`` and ``index_copy_``.
     """
     debug_mode, memory = torch.get_deterministic_debug_mode(), torch.utils.deterministic
     filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False  # else `torch.empty` is filled
@@ -54,10 +54,7 @@ def strict_algorithms() -> Iterator[None]:
 
 
 def forbid_split_k() -> None:
-    """Let every number of a GEMM add up its products in the order of K, however many rows there are.
-
-    Call it before the first GEMM; `environment_for` has the variables that go with it.
-    """
+    """Make GEMMs sum over K in order for any number of rows. Call before the first one, with `environment_for`."""
     torch.backends.cuda.preferred_blas_library("cublaslt")  # which alone knows the second setting
     for dtype in ("bf16", "fp16"):  # neither sums in the dtype, nor split-K
         setattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction", (False, False))

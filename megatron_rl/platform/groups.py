@@ -1,4 +1,4 @@
-"""Start torch.distributed and megatron's groups, hand them out by name, and seed their random numbers."""
+"""Initialise torch.distributed and megatron's process groups, name them, and seed random numbers."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from megatron_rl.platform.megatron import use_trainable_memory_buffer
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The groups that share the experts of this rank's layers."""
+    """Process groups of the experts in this rank's layers."""
 
     parallel: dist.ProcessGroup
-    """Ranks that share the experts of each layer: equally many each."""
+    """Ranks that divide the experts of each layer among them, equally."""
     tensor: dist.ProcessGroup
-    """Ranks that share each of their experts, as those of `ParallelGroups.tensor_group` share the other linears."""
+    """Ranks that split each expert, like `ParallelGroups.tensor_group` for other linears."""
     whole: dist.ProcessGroup
     """Ranks that hold the experts of all layers once (expert, expert tensor and pipeline parallel)."""
     data: dist.ProcessGroup
-    """Ranks that hold the same experts, or the same parts of them."""
+    """Ranks with the same experts, or the same parts of them."""
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's place in the job. Groups are named after what they split.
+    """Process groups of this rank, named after what they split.
 
     With 2 tensor-parallel ranks, 2 pipeline stages and 2 replicas, Megatron's order is
 
@@ -48,30 +48,29 @@ class ParallelGroups:
         replica   0  0  1  1  0  0  1  1
         stage     0  0  0  0  1  1  1  1
 
-    Context-parallel ranks come between tensor-parallel ones and replicas: in `rollout_group` those of one training
-    replica are neighbours.
+    Context-parallel ranks come between tensor-parallel ones and replicas: consecutive in `rollout_group`.
     """
 
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
-    """The stages of one copy of the model, in the order of its layers."""
+    """Pipeline stages of one model copy, in layer order."""
     context_group: dist.ProcessGroup
-    """Ranks that hold the same weights and train on the same samples, each on its share of every sequence."""
+    """Ranks with the same weights that train on the same samples, each on its share of every sequence."""
     data_group: dist.ProcessGroup
-    """The training replicas: ranks that hold the same weights and train on different samples."""
+    """Training replicas: ranks with the same weights that train on different samples."""
     rollout_group: dist.ProcessGroup
-    """The rollout replicas: ranks that hold the same weights and generate different samples. Context-parallel ranks,
-    which share the samples that they train on, are among them."""
+    """Rollout replicas: ranks with the same weights that generate different samples, context-parallel ones too."""
     model_group: dist.ProcessGroup
-    """Ranks that hold one copy of the model (tensor and pipeline parallel)."""
+    """Ranks of one model copy (tensor and pipeline parallel)."""
     experts: ExpertGroups
     lockstep_group: dist.ProcessGroup
-    """Ranks whose forward and backward passes go together: a copy of the model, and whoever shares experts with it."""
+    """Ranks whose forward and backward passes must match: a model copy, and the ranks that share its experts."""
     loss_group: dist.ProcessGroup
-    """Training replicas and their stages, one context-parallel rank of each: a sum over it of what the last stages know
-    of a loss tells all ranks."""
+    """Training replicas and their stages, one context-parallel rank of each: summing the last stages' losses over it
+    informs all ranks.
+    """
     ring: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-    """From the stage before, and to the one after, the first stage being after the last; None with one stage."""
+    """Groups from the previous and to the next stage, cyclic; None with one stage."""
 
     @property
     def rank(self) -> int:
@@ -104,34 +103,33 @@ class ParallelGroups:
 
     @property
     def stage(self) -> int:
-        """Index in `pipeline_group`."""
         return self.pipeline_group.rank()
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes files and talks to the user."""
+        """True on the rank that writes files and messages."""
         return self.rank == 0
 
     @property
     def leads_model(self) -> bool:
-        """True on the one rank of a model copy that talks to the environments."""
+        """True on the rank of a model copy that communicates with environments."""
         return self.model_group.rank() == 0
 
     @property
     def shares_experts(self) -> bool:
-        """Other copies of the model run some of its tokens through their experts: passes must be equally many."""
+        """Whether other model copies use this rank's experts, so that numbers of passes must be equal."""
         return self.lockstep_group.size() > self.model_group.size()
 
     def model_leader(self) -> int:
-        """Return global rank of this model copy's leader: the source of its broadcasts."""
+        """Return the global rank of this model copy's leader, the source of its broadcasts."""
         return dist.get_global_rank(self.model_group, 0)
 
 
 def initialize(config: ParallelConfig, platform: Platform, kernels: KernelConfig | None = None) -> ParallelGroups:
-    """Join the job torchrun started (or be a job of one rank) and build megatron's groups.
+    """Join the job of torchrun (or create a job of one rank) and build megatron's groups.
 
-    torchrun keeps its store when it starts a job again: without a prefix of its own for each start, a rank would find
-    the address of one that is dead, and wait for it.
+    torchrun keeps its store across restarts. Each start uses its own prefix: otherwise a rank would find the address of
+    a dead one and wait for it.
     """
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     if platform.is_cuda:
@@ -142,7 +140,7 @@ def initialize(config: ParallelConfig, platform: Platform, kernels: KernelConfig
         os.environ.setdefault(name, value)
     asked = config.distributed_backend
     backend = platform.distributed_backend if asked in ("auto", "") else asked
-    # Of all groups later than the watchdog of the training loop, which says where each rank waits.
+    # Longer than the training loop's watchdog, which reports where each rank waits.
     minutes = config.distributed_timeout_minutes + 1
     timeout = datetime.timedelta(minutes=minutes)
     if "MASTER_PORT" in os.environ:
@@ -182,7 +180,7 @@ def current_groups() -> ParallelGroups:
         rollout_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=model_group,
         experts=experts,
-        # Of the two that a pass needs, the one that contains the other.
+        # A pass needs both; one contains the other.
         lockstep_group=max(model_group, experts.whole, key=lambda group: group.size()),
         loss_group=_loss_group(),
         ring=_ring(pipeline_group),
@@ -191,7 +189,7 @@ def current_groups() -> ParallelGroups:
 
 @functools.cache
 def _loss_group() -> dist.ProcessGroup:
-    """megatron has none: the ranks of each tensor-parallel and context-parallel index."""
+    """Create the group for each tensor-parallel and context-parallel index, which megatron lacks."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return parallel_state.get_data_parallel_group()
     group = parallel_state.get_tensor_and_context_parallel_group()
@@ -202,7 +200,7 @@ def _loss_group() -> dist.ProcessGroup:
 
 @functools.cache
 def _ring(pipeline_group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """A group of its own for each direction: with one for both, NCCL would run a send behind a receive that waits."""
+    """Create one group per direction: with a shared one NCCL would queue a send behind a waiting receive."""
     stages, own = pipeline_group.size(), pipeline_group.rank()
     if stages == 1:
         return None
@@ -216,7 +214,7 @@ def _ring(pipeline_group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Pr
 
 
 def _made(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group that waits as long as the job's; torch's own timeout is shorter."""
+    """Create a group with the job's timeout; torch's default is shorter."""
     whole = dist.group.WORLD
     return dist.new_group(ranks, timeout=whole._get_backend(whole._device_types[0]).options._timeout)
 
@@ -224,8 +222,7 @@ def _made(ranks: Sequence[int]) -> dist.ProcessGroup:
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, torch and megatron's tensor-parallel generators.
 
-    Every rank gets the same seed, from which each weight is drawn by its name. megatron's tracker adds the
-    tensor-parallel offset itself.
+    All ranks use the same seed; weights are drawn by name. megatron's tracker adds the tensor-parallel offset.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

@@ -1,7 +1,7 @@
-"""What differs between versions of megatron-core, 0.16 (Python 3.11) to 0.19 (Python 3.12), and what of it is replaced.
+"""Differences between megatron-core 0.16 (Python 3.11) and 0.19 (Python 3.12), and replacements of its parts.
 
-One function a matter; `tests/unit/platform/test_megatron_versions.py` pins each to the version at hand, so that one
-that is no longer needed, or no longer enough, is seen.
+One function per topic; `tests/unit/platform/test_megatron_versions.py` checks each against the installed version, to
+find those that are no longer needed or no longer enough.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def submodules_of(builder: Any) -> Any:
     return builder.keywords["submodules"] if isinstance(builder, functools.partial) else builder.submodules
 
 
-def let_latent_attention_be_built() -> None:
-    """Let latent attention be built without Transformer Engine 0.16, where a class it asks for is a mock."""
+def enable_latent_attention() -> None:
+    """Allow latent attention without Transformer Engine in 0.16, where a class that it needs is a mock."""
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(vars(multi_latent_attention).get("TELinear", object), type):
@@ -41,7 +41,7 @@ def let_latent_attention_be_built() -> None:
 
 
 def last_logits_only() -> dict[str, Any]:
-    """Return arguments of `BaseInferenceContext`: from 0.17 on they come in an object."""
+    """Return the arguments of `BaseInferenceContext`; from 0.17 on they are in an object."""
     if VERSION < (0, 17):
         return {"materialize_only_last_token_logits": True}
     from megatron.core.inference.config import InferenceConfig
@@ -51,10 +51,7 @@ def last_logits_only() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def inference_flag() -> Iterator[None]:
-    """Enter a block in which `GPTModel` takes its way for inference, as a flag says from 0.18 on; then as before.
-
-    Before, an inference context and evaluation mode said so.
-    """
+    """Make `GPTModel` run in inference mode inside the context, which from 0.18 on needs a flag."""
     if VERSION < (0, 18):
         yield
         return
@@ -70,18 +67,18 @@ def inference_flag() -> Iterator[None]:
 
 
 @functools.cache
-def add_up_in_rank_order() -> None:
-    """Let tensor-parallel ranks add up in their order, in fp32, rounded once; megatron has NCCL choose.
+def reduce_in_rank_order() -> None:
+    """Make tensor-parallel reductions add in rank order, in fp32, rounded once; megatron leaves the order to NCCL.
 
-    NCCL's order, and where it rounds to bf16, depend on the message's size: on the number of tokens.
+    NCCL's order, and where it rounds to bf16, depend on the message size, i.e. the number of tokens.
     """
     from megatron.core.tensor_parallel import mappings
 
     uneven = mappings._reduce_scatter_along_first_dim
 
-    def scattered(whole: torch.Tensor, group: dist.ProcessGroup, sizes: Any = None, *given: Any) -> torch.Tensor:
+    def scattered(whole: torch.Tensor, group: dist.ProcessGroup, sizes: Any = None, *args: Any) -> torch.Tensor:
         if sizes is not None or group.size() == 1:
-            return uneven(whole, group, sizes, *given)
+            return uneven(whole, group, sizes, *args)
         parts = torch.empty_like(whole, memory_format=torch.contiguous_format)
         dist.all_to_all_single(parts, whole.contiguous(), group=group)
         return functools.reduce(torch.add, (part.float() for part in parts.chunk(group.size()))).to(whole.dtype)
@@ -98,7 +95,7 @@ def add_up_in_rank_order() -> None:
 
 
 def asynchronous_writer() -> dict[str, str]:
-    """Return arguments of ``dist_checkpointing.save``: from 0.17 on its default writer is another package's."""
+    """Return the arguments of ``dist_checkpointing.save`` for megatron's writer, no longer the default from 0.17 on."""
     from megatron.core import dist_checkpointing
 
     known = inspect.signature(dist_checkpointing.save).parameters
@@ -107,26 +104,26 @@ def asynchronous_writer() -> dict[str, str]:
 
 @contextlib.contextmanager
 def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter a block in which each write of a save runs in a ``part()``, which may take note of its error and go on.
+    """Run each write of a save inside a ``part()``, which may record its error and continue; inside the context.
 
-    megatron-core writes three files on rank 0 alone, between collectives, and every rank starts processes that write
-    its tensors: an exception there would leave the other ranks waiting for ever.
+    megatron-core writes three files only on rank 0, between collectives, and every rank starts processes that write its
+    tensors: an exception there would leave the other ranks waiting for ever.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner as Planner
 
     def noting(write: Callable[..., None]) -> Callable[..., None]:
-        def noted(*given: Any, **named: Any) -> None:
+        def noted(*args: Any, **named: Any) -> None:
             with part():
-                write(*given, **named)
+                write(*args, **named)
 
         return noted
 
     write_shards, common = shard_writer(), common_writer()
-    shards = write_here if must_write_here() else getattr(Writer, write_shards)
+    shards = write_in_process if must_write_in_process() else getattr(Writer, write_shards)
     replacements = [
-        (Writer, "write_preloaded_data", staticmethod(raising(Writer.write_preloaded_data))),
+        (Writer, "write_preloaded_data", staticmethod(raise_write_error(Writer.write_preloaded_data))),
         (Writer, write_shards, staticmethod(noting(shards))),
         (Writer, "finish", noting(Writer.finish)),
         (serialization, "save_config", noting(serialization.save_config)),
@@ -154,11 +151,11 @@ def with_own_storage(planner: Any, item: Any, given: Any) -> Any:
     return torch.empty(0, dtype=given.dtype).set_(storage, 0, given.shape, given.stride())
 
 
-def _save_common(*given: Any) -> None:
-    """As megatron's, but an error says which: torch's own file writer tells of an ``enforce fail`` and no more."""
+def _save_common(*args: Any) -> None:
+    """Like megatron's, but with the error's cause: torch's file writer reports only an ``enforce fail``."""
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-    state, directory = given[-2:]  # a method's in 0.16, then a function's
+    state, directory = args[-2:]  # a method's in 0.16, then a function's
     if dist.get_rank() == 0:
         written = io.BytesIO()
         torch.save(state, written)
@@ -166,17 +163,17 @@ def _save_common(*given: Any) -> None:
 
 
 def shard_writer() -> str:
-    """Name of the method of `FileSystemWriterAsync` that writes a rank's tensors: processes, from 0.17 on threads."""
+    """Return the `FileSystemWriterAsync` method that writes a rank's tensors: processes, from 0.17 on threads."""
     return "write_preloaded_data_multiproc" if VERSION < (0, 17) else "write_preloaded_data_multithread"
 
 
-def must_write_here() -> bool:
-    """Return whether megatron-core would fork a process that uses CUDA, for every save: see `checkpoint.saving`."""
+def must_write_in_process() -> bool:
+    """Return whether megatron-core would fork a process that uses CUDA for every save: see `checkpoint.saving`."""
     return VERSION < (0, 17) and torch.cuda.is_available()
 
 
-def write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
-    """Write like ``write_preloaded_data_multiproc`` of 0.16, but one file after the other, and without processes."""
+def write_in_process(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
+    """Write like ``write_preloaded_data_multiproc`` of 0.16, but file by file in this process."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
 
     del use_msc, rank
@@ -193,7 +190,7 @@ def write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequenc
 
 
 def common_writer() -> tuple[Any, str] | None:
-    """Return owner and name of what writes ``common.pt``; None from 0.19 on, where that is one more shard."""
+    """Return owner and name of the function that writes ``common.pt``; None from 0.19 on, where it is a shard."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
@@ -202,14 +199,14 @@ def common_writer() -> tuple[Any, str] | None:
     return (serialization, "save_common") if VERSION < (0, 19) else None
 
 
-def raising(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``FileSystemWriterAsync.write_preloaded_data``, raising what it would return.
+def raise_write_error(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``FileSystemWriterAsync.write_preloaded_data`` raise the error that it would return.
 
-    From 0.17 on its caller tells of an error's type and no more, so "No space left on device" would be lost.
+    From 0.17 on its caller reports only the error's type: "No space left on device" would be lost.
     """
 
-    def written(*given: Any, **named: Any) -> Any:
-        result = write(*given, **named)
+    def written(*args: Any, **named: Any) -> Any:
+        result = write(*args, **named)
         if result is not None and isinstance(result[1], Exception):
             raise result[1]
         return result
@@ -218,7 +215,7 @@ def raising(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def use_result_queue(make: Callable[[], Any]) -> None:
-    """Let what the writers of a save hand back go through ``make()``, in place of a queue in a process of its own."""
+    """Use ``make()`` for the results of a save's writers, instead of a queue in a separate process."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if filesystem_async._results_queue is None:
@@ -226,11 +223,11 @@ def use_result_queue(make: Callable[[], Any]) -> None:
 
 
 @contextlib.contextmanager
-def step_counters_offered(part: Any) -> Iterator[None]:
-    """Enter a block in which a `DistributedOptimizer` takes a state of torch's Adam, whose step is a tensor.
+def offer_step_counters(part: Any) -> Iterator[None]:
+    """Let a `DistributedOptimizer` load the state of torch's Adam, whose step is a tensor; inside the context.
 
-    megatron copies every key the optimizer has and raises KeyError: no ``step`` is in the file. It has just loaded the
-    counter from the parameter groups, so that one is offered as the source.
+    megatron copies all keys of the optimizer and raises KeyError, because files have no ``step``. It has just loaded
+    the counter from the parameter groups, so that is used as the source.
     """
     copy = part._set_main_param_and_optimizer_states
 
@@ -247,10 +244,11 @@ def step_counters_offered(part: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def groups_known_by_what_they_are() -> Iterator[None]:
-    """Enter a block in which parameter groups of a loaded state are found by what they hold, as in 0.16.
+def match_groups_by_content() -> Iterator[None]:
+    """Match parameter groups of a loaded state by their content, as in 0.16; inside the context.
 
-    A later megatron-core takes rates and decays as part of a group's name, so no run could go on with another ``--lr``.
+    Later versions of megatron-core include rates and decays in a group's identity, so no run could resume with another
+    ``--lr``.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
@@ -271,27 +269,24 @@ class _TrainableMemoryBuffer(GlobalMemoryBuffer):
 
 
 def use_trainable_memory_buffer() -> None:
-    """Make megatron's scratch buffer safe to be first asked for inside ``inference_mode``.
+    """Make megatron's scratch buffer usable for training if first requested inside ``inference_mode``.
 
-    Stock, a buffer made during a rollout is an inference tensor, and the next training step fails with "Inference
-    tensors cannot be saved for backward".
+    Otherwise it is an inference tensor, and the next training step fails with "Inference tensors cannot be saved for
+    backward".
     """
     parallel_state._GLOBAL_MEMORY_BUFFER = _TrainableMemoryBuffer()
 
 
-def remake_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
-    """Write the main parameters into the model's and gather them, as an update ends; collective.
-
-    megatron-core has no public call for the first half.
-    """
+def copy_main_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
+    """Write the main parameters into the model's and gather them, which megatron-core cannot do alone; collective."""
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_model_params()
     for chunk in wrapped:
         chunk.start_param_sync(force_sync=True)
 
 
-def owned_numbers(optimizer: Any, parameter: torch.nn.Parameter) -> slice | None:
-    """Return which numbers of a ``parameter`` this rank's part of a distributed optimizer updates; None: none."""
+def owned_slice(optimizer: Any, parameter: torch.nn.Parameter) -> slice | None:
+    """Return the elements of ``parameter`` that this rank of a distributed optimizer updates, or None."""
     for part in optimizer.chained_optimizers:
         if parameter in part.model_param_gbuf_map:
             found = part._get_model_param_range_map(parameter)["param"]
@@ -300,10 +295,10 @@ def owned_numbers(optimizer: Any, parameter: torch.nn.Parameter) -> slice | None
 
 
 @contextlib.contextmanager
-def weights_left_as_they_are() -> Iterator[None]:
-    """Inside, layers that are made on the host leave their weights as the memory is.
+def skip_weight_init() -> Iterator[None]:
+    """Leave weights created on the host uninitialised, inside the context.
 
-    megatron makes each weight whole on every rank, converts and copies it, also where its initialisation draws nothing.
+    megatron creates, converts and copies each whole weight on every rank, even if its initialisation draws nothing.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -323,16 +318,16 @@ def weights_left_as_they_are() -> Iterator[None]:
 
 
 def pipeline_settings(stages: Stages, dtype: torch.dtype, is_cuda: bool) -> dict[str, Any]:
-    """Return the `TransformerConfig` fields for pipeline stages: layers of each stage, and how they communicate."""
+    """Return the `TransformerConfig` fields for pipeline stages: layers per stage, and communication."""
     interleaved = stages.chunks > 1
     return {
         "num_layers_in_first_pipeline_stage": stages.first,
         "num_layers_in_last_pipeline_stage": stages.last,
         "virtual_pipeline_model_parallel_size": stages.chunks if interleaved else None,
         "pipeline_dtype": dtype,
-        # Interleaved on gloo it frees the buffer of a send that is still under way: wrong gradients, at random.
+        # Interleaved on gloo it frees the buffer of an unfinished send: wrong gradients, at random.
         "deallocate_pipeline_outputs": stages.count > 1 and (is_cuda or not interleaved),
-        # Interleaved over two stages both neighbours are one rank, and sends in one batch are taken for each other.
+        # Interleaved over two stages both neighbours are one rank, and batched sends would be confused.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }

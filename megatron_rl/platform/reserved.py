@@ -1,7 +1,7 @@
-"""Memory of a GPU that leaves and comes back at the same addresses, so that captured graphs go on reading it.
+"""GPU memory that can be freed and restored at the same addresses, so that captured graphs stay valid.
 
-A range of virtual addresses is reserved for good. Physical memory is mapped there when it comes back, and unmapped when
-it leaves: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html. torch's allocator does not count it.
+A range of virtual addresses is reserved permanently; physical memory is mapped and unmapped:
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html. torch's allocator does not count it.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.platform.device import Leaving, LeavingOf, release, storages_of
+from megatron_rl.platform.device import OffloadableFactory, OffloadableTensors, release, storages_of
 
 ALIGNMENT = 512
-"""Of a storage in bytes, as torch's allocator has it."""
+"""Alignment of storages in bytes, as in torch's allocator."""
 _OUT_OF_MEMORY = 2
 _SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 class CudaDriver:
-    """The driver's calls about the memory of one device."""
+    """The driver's memory calls for one device."""
 
     def __init__(self, device: torch.device, library: Any = None) -> None:
-        """``library``: of the driver; None: the machine's."""
+        """``library``: of the driver; None: the system's."""
         self.device = device
         self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
-        # As words of 32 bits: of a CUmemAllocationProp, which is pinned, without handles to share, on the device, and
-        # of a CUmemAccessDesc, which is on the device for reading and writing.
+        # As 32-bit words: a CUmemAllocationProp (pinned, no shareable handle, on the device), and a CUmemAccessDesc (on
+        # the device, read and write).
         self.properties = (ctypes.c_int * 8)(1, 0, 1, device.index)
         self.access = (ctypes.c_int * 3)(1, device.index, 3)
         self.call("cuInit", ctypes.c_uint(0))
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call ``name``. What is an int in ``arguments`` has 64 bits there.
+        """Call ``name``; ints are passed as 64 bits.
 
         Raises:
-            torch.OutOfMemoryError: no memory is left.
-            EngineError: the driver refuses.
+            torch.OutOfMemoryError: out of memory.
+            EngineError: the driver returns another error.
         """
         code = getattr(self._library, name)(*(ctypes.c_uint64(a) if isinstance(a, int) else a for a in arguments))
         if code == _OUT_OF_MEMORY:
@@ -51,31 +51,31 @@ class CudaDriver:
 
     @property
     def can_reserve(self) -> bool:
-        """Whether it has virtual memory management."""
+        """Whether the device supports virtual memory management."""
         answer, device = ctypes.c_int(), ctypes.c_int(self.device.index)
         self.call("cuDeviceGetAttribute", ctypes.byref(answer), ctypes.c_int(_SUPPORTED), device)
         return bool(answer.value)
 
     def synchronize(self) -> None:
-        """Wait for work that may read what is about to be unmapped: the driver does not."""
+        """Wait for kernels that may read memory about to be unmapped: the driver does not."""
         torch.cuda.synchronize(self.device)
 
     def empty_cache(self) -> None:
-        """Let torch's allocator give back what it keeps for later."""
+        """Free unused memory of torch's allocator."""
         torch.cuda.empty_cache()
 
     def as_bytes(self, memory: Reserved) -> torch.Tensor:
-        """Return ``memory``, which must be there, as a tensor [bytes] uint8 that keeps it alive."""
+        """Return mapped ``memory`` as a tensor [bytes] uint8 that keeps it alive."""
         return torch.as_tensor(memory, device=self.device)
 
 
-class Reserved(Leaving):
-    """As `Leaving`, at addresses that stay until the last tensor in them is gone."""
+class Reserved(OffloadableTensors):
+    """`OffloadableTensors` at fixed addresses, which are kept until the last tensor is deleted."""
 
     keeps_addresses = True
 
     def __init__(self, driver: CudaDriver, tensors: Sequence[torch.Tensor]) -> None:
-        """Move ``tensors``, with all views of them, into one range; what they hold is lost: they are zeroed."""
+        """Move ``tensors``, with all views of them, into one range; they are zeroed."""
         self._driver = driver
         self._mapped = contextlib.ExitStack()
         places, end = {0: 0}, 0
@@ -87,13 +87,13 @@ class Reserved(Leaving):
         views = [(tensor.storage_offset(), tensor.size(), tensor.stride()) for tensor in tensors]
         for storage in storages:
             release(storage)  # a view that was not given has no memory from here on
-        self.take_back()
+        self.restore()
         held = driver.as_bytes(self).untyped_storage()
         for tensor, begin, (offset, *shape) in zip(tensors, begins, views, strict=True):
             tensor.set_(held, begin // tensor.itemsize + offset, *shape)
 
     def _reserve(self, size: int) -> None:
-        """Take addresses for ``size`` bytes, rounded up to what can be mapped."""
+        """Reserve addresses for ``size`` bytes, rounded up to the mapping granularity."""
         call, step, address = self._driver.call, ctypes.c_size_t(), ctypes.c_uint64()
         properties, kind = ctypes.byref(self._driver.properties), ctypes.c_int(0)
         call("cuMemGetAllocationGranularity", ctypes.byref(step), properties, kind)
@@ -110,7 +110,7 @@ class Reserved(Leaving):
         self.is_released = True
         self._mapped.close()
 
-    def take_back(self, zeroed: bool = True) -> None:
+    def restore(self, zeroed: bool = True) -> None:
         if not self.is_released:
             return
         driver, handle = self._driver, ctypes.c_uint64()
@@ -138,6 +138,6 @@ def _free(call: Callable[..., None], address: int, size: int, mapped: contextlib
         call("cuMemAddressFree", address, size)
 
 
-def reserving(driver: CudaDriver) -> LeavingOf:
-    """Return what makes tensors leave and come back at the same addresses."""
-    return lambda tensors: Reserved(driver, tensors) if storages_of(tensors) else Leaving(())
+def reserved_memory(driver: CudaDriver) -> OffloadableFactory:
+    """Return a constructor of `Reserved` tensors."""
+    return lambda tensors: Reserved(driver, tensors) if storages_of(tensors) else OffloadableTensors(())

@@ -4,5 +4,5 @@
     q = recipe.quantize(weight)            # [N, K] -> codes and scales
     y = recipe.matmul(x, q, bias)          # [..., K] -> [..., N]
 
-The package itself imports no torch: the configuration reads its torch-free parts.
+The package itself imports no torch, because the configuration reads its torch-free parts.
 """

@@ -1,7 +1,7 @@
-"""Which format every linear layer really ran in, told from its inputs and outputs in a rollout.
+"""Check the number format in which each linear layer ran, from its inputs and outputs in a rollout.
 
-A layer is believed by its numbers, not by its label: the output of a layer that silently ran in full precision
-is the plain product, and that of a quantised one is the product of the dequantised numbers.
+Only the numbers count, not labels: a layer that silently ran in full precision gives the plain product, a quantised one
+the product of the dequantised numbers.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.quantization.copies import LinearKind, QuantizedMatrix, StackedLinear, weight_of
+from megatron_rl.quantization.copies import LinearKind, StackedLinear, weight_of
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 
 AUDITED_TOKENS = 64
 FULL_PRECISION = "full precision"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Relative error that two kernels for the same product may have, by the dtype of the output."""
+"""Relative error between two kernels for the same product, by the dtype of the output."""
 
 
 @dataclass
 class Observation:
-    """The inputs and outputs of one layer."""
+    """Recorded inputs and outputs of one layer."""
 
     calls: int = 0
     channel_amax: torch.Tensor | None = None
-    """[K] fp32: largest magnitude of every input channel over all calls."""
+    """[K] fp32: largest magnitude of each input channel over all calls."""
     inputs: torch.Tensor | None = None
     """[T, K] of the call with the most tokens, at most ``AUDITED_TOKENS`` of them."""
     outputs: torch.Tensor | None = None
@@ -40,8 +40,8 @@ class Observation:
 
 
 @contextlib.contextmanager
-def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Observation]]:
-    """Note every forward pass of the decoder's linears inside the block; ``channels`` asks for the channel maxima."""
+def observe_linears(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Observation]]:
+    """Record the forward passes of all decoder linears inside the context; ``channels``: also channel maxima."""
     linears = parallel_linears(model)
     observations = {name: Observation() for name in linears}
     of_modules: dict[torch.nn.Module, list[Observation]] = {}
@@ -65,7 +65,7 @@ def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Obser
 
 
 def is_expert(module: torch.nn.Module) -> bool:
-    """Return whether it belongs to experts, which may get no tokens."""
+    """Return whether the module belongs to experts, which may get no tokens."""
     return isinstance(module, StackedLinear) or LinearKind.of(module).is_expert
 
 
@@ -90,7 +90,7 @@ class LayerAudit:
     wanted: str
     ran: str
     relative_error: float
-    """Of the output against the plain product on the rollout's own activations, in Frobenius norm."""
+    """Error of the output against the plain product of the recorded activations, in Frobenius norm."""
     calls: int
 
     @property
@@ -103,22 +103,25 @@ class LayerAudit:
 def audit(
     model: torch.nn.Module, linears: QuantizedLinears, observations: Mapping[str, Observation]
 ) -> list[LayerAudit]:
-    """Return one row a linear layer, in the model's order; collective where ranks share rows."""
+    """Return one row per linear layer, in the model's order; collective over ranks that share rows."""
     quantised = {layer.name: layer for layer in linears.layers}
     rows, modules = [], parallel_linears(model)
-    # Of copies that share experts one may have had no prompt; in others' passes its MLPs take part, not its attention.
+    # An expert-parallel copy may have had no prompt: in dummy passes its MLPs run, but not its attention.
     shares = any(map(is_expert, modules.values()))
     had_tokens = any(seen.calls for name, seen in observations.items() if ".self_attention." in name or not shares)
     for (name, module), weight in zip(modules.items(), _weights(modules.values()), strict=True):
         seen, layer = observations[name], quantised.get(name)
         wanted = FULL_PRECISION if layer is None else layer.recipe.format
         if seen.inputs is None or not (had_tokens or is_expert(module)):
-            # Nobody was sent to this expert, or to this rank: no verdict, but no mistake either.
+            # An expert, or a rank, without tokens: neither verdict nor error.
             idle = is_expert(module) or not had_tokens
             rows.append(LayerAudit(name, wanted, wanted if idle else "not at all", 0.0, 0))
             continue
         plain = _reduced(seen.inputs.float() @ weight.float().t(), module)
-        twin = plain if layer is None else _twin(layer, seen.inputs)
+        twin = plain
+        if layer is not None:
+            rounded = layer.recipe.round_trip(seen.inputs.float(), layer.weight)
+            twin = _reduced(rounded @ layer.recipe.dequantize(layer.weight).t(), layer.module)
         outputs = seen.outputs.float()
         if not isinstance(module, StackedLinear):
             bias = LinearKind.of(module).added_bias(module)
@@ -129,10 +132,10 @@ def audit(
     return rows
 
 
-def of_all_ranks(rows: Sequence[LayerAudit], group: dist.ProcessGroup | None) -> list[LayerAudit]:
-    """Return the rows of the whole model, in its order; collective.
+def gather_audits(rows: Sequence[LayerAudit], group: dist.ProcessGroup | None) -> list[LayerAudit]:
+    """Return the rows of the whole model in order; collective.
 
-    Of a layer that several ranks have, a row that does not agree counts, then one with the most calls.
+    Of several ranks with the same layer, a row that disagrees wins, then the one with the most calls.
     """
     if group is None:
         return list(rows)
@@ -146,7 +149,7 @@ def of_all_ranks(rows: Sequence[LayerAudit], group: dist.ProcessGroup | None) ->
 
 
 def refuse_other_formats(rows: Sequence[LayerAudit]) -> None:
-    """Raises ``QuantizationError`` when a layer did not run in the format it was given."""
+    """Raise ``QuantizationError`` if a layer did not run in its format."""
     wrong = [row for row in rows if not row.agrees]
     if wrong:
         first = wrong[0]
@@ -158,13 +161,13 @@ def refuse_other_formats(rows: Sequence[LayerAudit]) -> None:
 
 
 def table_rows(rows: Sequence[LayerAudit], most: int) -> list[tuple[str, str, str]]:
-    """Return (layer, format, relative error) for a table: all of them, or the ``most`` with the largest errors."""
+    """Return (layer, format, relative error) for a table: all rows, or the ``most`` with the largest errors."""
     shown = rows if len(rows) <= most else sorted(rows, key=lambda row: -row.relative_error)[:most]
     return [(row.layer, row.ran, f"{row.relative_error:.2%}") for row in shown]
 
 
 def _weights(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """[N, K] of each linear, those of a stack in its order."""
+    """Yield [N, K] of each linear; those of a stack in order."""
     of_stacks: dict[StackedLinear, Iterator[torch.Tensor]] = {}
     for module in modules:
         if isinstance(module, StackedLinear):
@@ -174,13 +177,8 @@ def _weights(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
             yield weight_of(module)
 
 
-def _twin(layer: QuantizedMatrix, inputs: torch.Tensor) -> torch.Tensor:
-    seen = layer.recipe.round_trip(inputs.float(), layer.weight)
-    return _reduced(seen @ layer.recipe.dequantize(layer.weight).t(), layer.module)
-
-
 def _reduced(product: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """The sum over the ranks where each has a part of the inputs."""
+    """Sum ``product`` over ranks that hold parts of the inputs."""
     kind = None if isinstance(module, StackedLinear) else LinearKind.of(module)
     if kind is not None and kind.exchanges and kind.split == "rows" and kind.group is not None:
         return reduce_from_tensor_model_parallel_region(product, group=kind.group)

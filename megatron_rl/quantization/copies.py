@@ -1,4 +1,4 @@
-"""Quantised copies of a linear layer and of a layer's experts, and their forward passes in place of the layer's own."""
+"""Quantised copies of linears and of expert stacks, and the forward passes that replace the layers' own."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from megatron_rl.quantization.shapes import Split
 
 @dataclass(frozen=True)
 class LinearKind:
-    """The operations of a linear around its product, be it megatron's own or Transformer Engine's."""
+    """How a linear, megatron's or Transformer Engine's, communicates and adds its bias."""
 
     group: dist.ProcessGroup | None
-    """The tensor-parallel ranks that share the weight; None where this one has all of it."""
+    """Tensor-parallel ranks that split the weight; None if this rank has all of it."""
     split: Split
-    """Which dimension they share."""
+    """Split dimension."""
     exchanges: bool
-    """Whether it gathers its inputs from these ranks, or adds up their outputs. Around experts others do that."""
+    """Whether it gathers inputs from these ranks, or sums outputs. Experts leave that to the dispatcher."""
     returns_bias: bool
-    """The caller adds the bias."""
+    """True if the caller adds the bias."""
     is_expert: bool
     has_norm: bool
-    """Its inputs go through a norm of its own first."""
+    """True if it normalises its inputs first."""
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> LinearKind | None:
-        """Return the kind of a linear; None: it is no linear of a decoder layer."""
+        """Return the kind of a linear; None: not a linear of a decoder layer."""
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
             group, exchanges = _shared(module.tp_group), not module.explicit_expert_comm
@@ -54,7 +54,7 @@ class LinearKind:
         return None
 
     def normed(self, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return what ``module`` multiplies, [..., in]."""
+        """Return the normalised input of ``module``, [..., in]."""
         if not self.has_norm:
             return x
         if module.normalization == "LayerNorm":
@@ -62,39 +62,35 @@ class LinearKind:
         return functional.rms_norm(x, x.shape[-1:], module.layer_norm_weight, module.eps)
 
     def added_bias(self, module: torch.nn.Module) -> torch.Tensor | None:
-        """Return [out], where the linear itself adds it. Transformer Engine's bias may have no numbers."""
+        """Return the bias [out] if the linear adds it itself, else None. Transformer Engine's may be empty."""
         return None if self.returns_bias or module.bias is None or not module.bias.numel() else module.bias
 
 
 class StackedLinear(torch.nn.Module):
-    """A linear of all of a layer's experts on this rank. Biases are left to the caller: `biases_of`."""
+    """The same linear of all local experts. The caller adds biases: `biases_of`."""
 
     def __init__(
         self, weight: torch.nn.Parameter, tensor_group: dist.ProcessGroup, split: Split,
         bias: torch.nn.Parameter | None = None,
     ) -> None:  # fmt: skip
-        """``weight`` [E, out, in], of which the ranks of the expert tensor-parallel group have a part each.
-
-        ``bias`` [E, out], where that is one rank.
+        """``weight`` [E, out, in], split over the expert tensor-parallel group; ``bias`` [E, out], for one rank only.
         """
         super().__init__()
         self.weight, self.bias, self.tensor_group, self.split = weight, bias, tensor_group, split
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Map ``tokens`` [T, in] sorted by expert to [T, out]; ``ends`` [E] int32: where each expert's tokens end.
-
-        Rows behind the last end are undefined.
+        """Map ``tokens`` [T, in] sorted by expert to [T, out]; rows after the last of ``ends`` [E] int32 are undefined.
         """
         return functional.grouped_mm(tokens, self.weight.transpose(1, 2), offs=ends)
 
     def biases_of(self, rows: int, ends: torch.Tensor) -> torch.Tensor:
-        """Return the bias of each row of the product, [rows, out]; the last expert's behind the last end."""
+        """Return the bias of each row of the product, [rows, out]; after the last end that of the last expert."""
         each = torch.arange(rows, dtype=ends.dtype, device=ends.device)
         return self.bias[torch.searchsorted(ends, each, right=True).clamp_max(len(ends) - 1)]
 
 
 def as_numbers(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight``; of fp8 codes (`--fp8-param-gather`) the numbers that they mean, a copy."""
+    """Return ``weight``, or a dequantised copy of fp8 codes (`--fp8-param-gather`)."""
     if not is_float8tensor(weight):
         return weight
     with torch.no_grad():
@@ -102,26 +98,27 @@ def as_numbers(weight: torch.Tensor) -> torch.Tensor:
 
 
 def weight_of(module: torch.nn.Module, expert: int | None = None) -> torch.Tensor:
-    """Return what a linear, or an ``expert`` of a stack, multiplies by, [N, K]: weight plus adapter."""
+    """Return the weight [N, K] of a linear, or of an ``expert`` of a stack, including its adapter."""
     weight = as_numbers(module.weight) if expert is None else module.weight[expert]
     adapter = getattr(module, "adapter", None)
     return weight if adapter is None else adapter.merged(weight, expert)
 
 
 def runs_quantized(module: torch.nn.Module) -> bool:
-    """Return whether a linear, or a stack, multiplies by its copy now."""
+    """Return whether a linear or stack currently uses its quantised copy."""
     return isinstance(_copy_of(module), QuantizedLinear | QuantizedStack)
 
 
 def _copy_of(module: torch.nn.Module) -> Any:
-    """What stands in for the module's forward; others than copies do, too."""
+    """Return the object whose method replaces the module's forward, a quantised copy or another one."""
     return getattr(vars(module).get("forward"), "__self__", None)
 
 
-def taken_apart(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weight [N, K] and ``tokens`` [..., K] whose product ``module`` computes now, with its copy if used.
+def effective_operands(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight [N, K] and ``tokens`` [..., K] as ``module`` currently multiplies them, with quantisation
+    error.
 
-    For whoever multiplies them in another order. Of tensor-parallel ranks each has its own rows.
+    For products in another order. Each tensor-parallel rank has its own rows.
     """
     layer = _copy_of(module)
     if isinstance(layer, QuantizedLinear):
@@ -132,68 +129,68 @@ def taken_apart(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Te
 
 @dataclass(eq=False)
 class QuantizedMatrix:
-    """A weight that is quantised by itself: a linear's, or one expert's in a stack."""
+    """A separately quantised weight: of a linear, or of one expert in a stack."""
 
     name: str
     module: torch.nn.Module
-    """Whose parameter it is, or is a part of."""
+    """Owner of the parameter."""
     recipe: Recipe
     weight: QuantizedWeight
     group: dist.ProcessGroup | None
-    """The tensor-parallel ranks that share the weight; None where this one has all of it."""
+    """Tensor-parallel ranks that split the weight; None if this rank has all of it."""
     split: Split
-    """Which dimension they share."""
+    """Split dimension."""
     expert: int | None = None
-    """Its place in a stack."""
+    """Index in a stack."""
     quantizes_gradients: bool = False
-    """The backward pass multiplies quantised numbers, too."""
+    """Whether the backward pass also multiplies quantised numbers."""
 
     @property
     def parameter(self) -> torch.Tensor:
-        """[N, K] that the copy is of: with its adapter in fp32, see `weight_of`."""
+        """[N, K] in full precision, with its adapter in fp32: see `weight_of`."""
         return weight_of(self.module, self.expert)
 
 
-class _InPlaceOfForward:
-    """Its ``forward`` can stand in for that of its ``module``: an attribute of an instance hides the class's method."""
+class ForwardReplacement:
+    """Replaces the ``forward`` of its ``module`` by an instance attribute."""
 
     module: torch.nn.Module
     forward: Callable[..., Any]
     _hidden: dict[str, Any] | None = None
-    """The module's own attribute, if it has one: megatron pads the tokens of fp8 products so."""
+    """The module's own ``forward`` attribute, if any: megatron uses one to pad tokens of fp8 products."""
 
     def install(self) -> None:
-        """Send the module's calls here."""
+        """Redirect the module's calls to this object."""
         if self._hidden is None:
             self._hidden = {name: value for name, value in vars(self.module).items() if name == "forward"}
         self.module.forward = self.forward
 
     def remove(self) -> None:
-        """Back to the module's own forward."""
+        """Restore the module's own forward."""
         if self._hidden is not None:
             vars(self.module).pop("forward", None)
             vars(self.module).update(self._hidden)
             self._hidden = None
 
 
-class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
-    """A column- or row-parallel linear and its quantised weight."""
+class QuantizedLinear(QuantizedMatrix, ForwardReplacement):
+    """A column- or row-parallel linear with a quantised weight."""
 
     def __init__(self, name: str, module: torch.nn.Module, recipe: Recipe, quantizes_gradients: bool = False) -> None:
-        """``module``: one that has a `LinearKind`."""
+        """``module``: must have a `LinearKind`."""
         self.kind = kind = LinearKind.of(module)
         weight = recipe.allocate(module.weight.shape, module.weight.device)
         super().__init__(name, module, recipe, weight, kind.group, kind.split, None, quantizes_gradients)
         self._exchanging = kind.group if kind.exchanges else None
         self.calls = 0
-        """Forward passes through the quantised product; replays of a captured graph are not among them."""
+        """Forward passes with the quantised product, without replays of captured graphs."""
 
     def forward(
         self, input_: torch.Tensor | PackedActivations, weight: Any = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run as the module: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it.
+        """Run as the module: [T, 1, in] -> [T, 1, out], and the bias if the caller adds it.
 
-        Activations that are packed already, [T, in], are a rollout's: without gradients and sequence parallelism.
+        Packed activations [T, in] come from rollouts: no gradients, no sequence parallelism.
         """
         del weight, runtime_gather_output  # only the output layer is given them, and it is not quantised
         self.calls += 1
@@ -211,7 +208,7 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         return product if bias is None else product + bias, None
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """What a column-parallel layer's ranks all need; the gradients of their parts are added up."""
+        """Gather the input of a column-parallel layer's ranks; the gradients of their parts are summed."""
         if self._exchanging is None or self.split == "rows":
             return x
         if self.module.sequence_parallel:
@@ -224,9 +221,9 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         return self.recipe.matmul(x, self.weight)
 
     def _summed(self, product: torch.Tensor) -> torch.Tensor:
-        """Over a row-parallel layer's ranks, in the dtype of the activations; with sequence parallelism a share each.
+        """Sum over a row-parallel layer's ranks, in the dtype of activations; scattered under sequence parallelism.
 
-        Contiguous, because megatron sums up a copy of what is not, and returns what it was given.
+        Contiguous, because megatron reduces a copy of a strided tensor, and returns the original.
         """
         if self._exchanging is None or self.split == "columns":
             return product
@@ -236,8 +233,8 @@ class QuantizedLinear(QuantizedMatrix, _InPlaceOfForward):
         return reduce_from_tensor_model_parallel_region(product, group=self._exchanging)
 
 
-class QuantizedStack(_InPlaceOfForward):
-    """A stack of experts, its copy, and the experts' parts of it."""
+class QuantizedStack(ForwardReplacement):
+    """A stack of experts with a quantised copy."""
 
     def __init__(
         self, names: Sequence[str], module: StackedLinear, recipe: Recipe, quantizes_gradients: bool = False
@@ -257,7 +254,7 @@ class QuantizedStack(_InPlaceOfForward):
         ]
 
     def forward(self, tokens: torch.Tensor | PackedActivations, ends: torch.Tensor) -> torch.Tensor:
-        """Run as `StackedLinear`; with gradients expert by expert. A rollout's activations may be packed already."""
+        """Run as `StackedLinear`; with gradients expert by expert. Activations of a rollout may be packed."""
         if isinstance(tokens, PackedActivations):
             return self.recipe.grouped_multiply(tokens, self.weight, ends)
         if not _wants_gradients(tokens, self.module):
@@ -281,9 +278,9 @@ def _wants_gradients(x: torch.Tensor, module: torch.nn.Module) -> bool:
 
 
 def packing_for(module: torch.nn.Module) -> Packing | None:
-    """Return how a kernel may quantise the input of ``module`` now.
+    """Return how a kernel may quantise the current input of ``module``.
 
-    None where it is not quantised, has to be given numbers, or is watched: hooks see numbers.
+    None if it is not quantised, needs unquantised input, or has hooks, which need it too.
     """
     layer = _copy_of(module)
     if module._forward_hooks or module._forward_pre_hooks:
@@ -294,45 +291,29 @@ def packing_for(module: torch.nn.Module) -> Packing | None:
 
 
 class StraightThrough(torch.autograd.Function):
-    """The quantised product, differentiated as a product of the dequantised numbers, or by the recipe's own products.
+    """The quantised product, with gradients of the product of dequantised numbers, or of the recipe's own products.
 
-    The estimator of https://arxiv.org/abs/1308.3432 for both roundings.
+    The straight-through estimator of https://arxiv.org/abs/1308.3432 for both roundings.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedMatrix) -> torch.Tensor:
-        """Return the product; ``weight`` is not multiplied: it is here to receive its gradient."""
+        """Return the product; ``weight`` is an argument only to receive its gradient."""
         ctx.save_for_backward(x)
         ctx.layer = layer
         return layer.recipe.matmul(x, layer.weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Return the gradients of input and weight, where they are wanted."""
+        """Return the required gradients of input and weight."""
         (x,) = ctx.saved_tensors
         layer: QuantizedMatrix = ctx.layer
         dy, tokens = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        products = _quantized_products if layer.quantizes_gradients and len(tokens) else _dequantized_products
-        of_input, of_weight = products(dy, tokens, layer, ctx.needs_input_grad)
+        recipe, q, (wants_input, wants_weight, _) = layer.recipe, layer.weight, ctx.needs_input_grad
+        if layer.quantizes_gradients and len(tokens):
+            of_input = recipe.input_gradient(dy, layer.parameter.detach(), q) if wants_input else None
+            of_weight = recipe.weight_gradient(dy, tokens) if wants_weight else None
+        else:  # the numbers that the forward pass multiplied
+            of_input = dy @ recipe.dequantize(q).to(dy.dtype) if wants_input else None
+            of_weight = dy.t() @ recipe.round_trip(tokens, q) if wants_weight else None
         return None if of_input is None else of_input.view(x.shape), of_weight, None
-
-
-_Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of input [T, K] and weight [N, K], where they are wanted."""
-
-
-def _dequantized_products(
-    dy: torch.Tensor, x: torch.Tensor, layer: QuantizedMatrix, wanted: Sequence[bool]
-) -> _Gradients:
-    """Products of the numbers that the forward pass multiplied, in the dtype of ``dy`` [T, N]."""
-    of_input = dy @ layer.recipe.dequantize(layer.weight).to(dy.dtype) if wanted[0] else None
-    return of_input, dy.t() @ layer.recipe.round_trip(x, layer.weight) if wanted[1] else None
-
-
-def _quantized_products(
-    dy: torch.Tensor, x: torch.Tensor, layer: QuantizedMatrix, wanted: Sequence[bool]
-) -> _Gradients:
-    """The recipe's products of quantised gradients, weights and inputs."""
-    recipe = layer.recipe
-    of_input = recipe.input_gradient(dy, layer.parameter.detach(), layer.weight) if wanted[0] else None
-    return of_input, recipe.weight_gradient(dy, x) if wanted[1] else None

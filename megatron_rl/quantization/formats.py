@@ -1,7 +1,7 @@
-"""The arithmetic of quantisation: scales, roundings, codes. Eager torch on any device.
+"""The arithmetic of quantisation: scales, rounding, codes. Eager torch on any device.
 
-This is the definition; the Triton kernels must give the same codes. A number is ``code x scale``, scales are
-fp32. A group of numbers that share a scale is a row (per channel, per token), a tile, or a whole tensor.
+This is the definition; the Triton kernels must give the same codes. A number is ``code x scale`` with fp32 scales,
+shared by a row (channel or token), a tile, or a whole tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT8_MAX = 127.0
 AMAX_FLOOR = 1e-12
-"""A group of zeros gets a scale, not a division by 0."""
+"""Lower bound of maxima, so that a group of zeros has a nonzero scale."""
 _SIGN_AND_CODE = 0x87F00000 - 2**32
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return fp32 ``max(amax, AMAX_FLOOR) / largest``: the largest number of the group gets the largest code."""
+    """Return fp32 ``max(amax, AMAX_FLOOR) / largest``, which maps the group's largest number to the largest code."""
     bounded = amax.float().clamp_min(AMAX_FLOOR)
     if bounded.is_cuda:  # there torch divides by a Python number as it multiplies by the reciprocal: an ulp apart
         return bounded / bounded.new_full((), largest)
@@ -28,19 +28,17 @@ def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """Return the smallest power of two that is not below ``scale`` (positive, normal fp32).
+    """Return the smallest power of two not below ``scale`` (positive, normal fp32).
 
-    By bit arithmetic: a carry out of the mantissa raises the exponent. A cast to float8_e8m0fnu rounds to the
-    nearest power instead and can shrink a scale, after which the largest code overflows.
+    By bit arithmetic: a carry out of the mantissa raises the exponent. A cast to float8_e8m0fnu would round to nearest
+    and could shrink a scale, so that the largest code overflows.
     """
     bits = scale.contiguous().view(torch.int32)
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def fp8_codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return E4M3 codes of ``values / scale``, to nearest even.
-
-    Clamped before the cast: torch turned values above 448 into NaN in older versions.
+    """Return E4M3 codes of ``values / scale``, to nearest even; clamped, because older torch casts large ones to NaN.
     """
     return (values.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
@@ -56,23 +54,22 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def tiles(weight: torch.Tensor) -> torch.Tensor:
-    """Cut [N, K] into [ceil(N / TILE), TILE, ceil(K / TILE), TILE]; zeros fill up the last tiles."""
+    """Split [N, K] into [ceil(N / TILE), TILE, ceil(K / TILE), TILE], zero-padded."""
     rows, columns = weight.shape
     padded = functional.pad(weight, (0, -columns % TILE, 0, -rows % TILE))
     return padded.view(padded.shape[0] // TILE, TILE, padded.shape[1] // TILE, TILE)
 
 
 def segments(values: torch.Tensor) -> torch.Tensor:
-    """Cut [T, K] into [T, ceil(K / TILE), TILE]; zeros fill up the last segment."""
+    """Split [T, K] into [T, ceil(K / TILE), TILE], zero-padded."""
     return functional.pad(values, (0, -values.shape[-1] % TILE)).unflatten(-1, (-1, TILE))
 
 
 def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` fp32, at most 464 in magnitude, rounded to what E4M3 can represent; fp32.
+    """Round fp32 ``values``, at most 464 in magnitude, to E4M3 numbers; fp32.
 
-    The same numbers as ``values.to(FP8).float()``, which on a CPU goes element by element: adding and taking
-    away 1.5 x 2^20 times the number's own power of two leaves 3 bits behind the leading one. Below 2^-6 the
-    format's step stays 2^-9.
+    Equal to ``values.to(FP8).float()``, which is slow on a CPU: adding and subtracting 1.5 x 2^20 times a number's own
+    power of two leaves 3 bits behind the leading one. Below 2^-6 the step stays 2^-9.
     """
     exponent = (values.view(torch.int32) & 0x7F800000).clamp_min_((127 - 6) << 23).view(torch.float32)
     magic = exponent.mul_(1.5 * 2**20)
@@ -80,10 +77,9 @@ def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``codes.to(dtype)``, which goes element by element on a CPU; there 10 times as fast.
+    """Return ``codes.to(dtype)``; on a CPU 10 times faster than the cast.
 
-    The seven bits of exponent and mantissa, put where fp32 has the low ones of its own, are the number times 2^-120,
-    those without a leading one included.
+    Exponent and mantissa, placed in fp32's lowest exponent bits, are the number times 2^-120, also for subnormals.
     """
     if codes.is_cuda:
         return codes.to(dtype)
@@ -95,9 +91,6 @@ def fp8_numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def smoothing_factors(channel_amax: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
-    """Return SmoothQuant's ``sqrt(max|x_j| / max|w_j|)`` [K] fp32, its alpha being 1/2; 1 where either is 0.
-
-    Source: https://arxiv.org/abs/2211.10438, equation 4.
-    """
+    """Return SmoothQuant's ``sqrt(max|x_j| / max|w_j|)`` [K] fp32, else 1 (https://arxiv.org/abs/2211.10438, eq. 4)."""
     factors = (channel_amax / weight_amax).sqrt()
     return torch.where(factors.isfinite() & (factors > 0), factors, torch.ones_like(factors))

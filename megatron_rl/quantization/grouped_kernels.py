@@ -1,7 +1,7 @@
-"""The product of each group of tokens with its expert's codes in one Triton kernel; its twin is `RowRecipe`'s on a CPU.
+"""The grouped product of tokens with their experts' codes in one Triton kernel; the CPU twin is in `RowRecipe`.
 
-How many tokens an expert has only the device knows, so the host launches as many programs as there could be tiles,
-and each finds out whose tile it has. Nothing waits for the device, and a captured CUDA graph serves any sizes.
+Only the device knows the group sizes, so the host launches as many programs as there could be tiles, and each finds its
+tile. No host read; one captured CUDA graph serves all sizes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ def grouped_product(
 ) -> torch.Tensor:  # fmt: skip
     """Compute ``(codes weight_codes^T) x scales x weight_scales^T`` of each group of rows: ``dtype`` [T, N].
 
-    Of int8 or float8_e4m3fn [T, K], sorted by expert, and [E, N, K], adjacent along K; ``scales`` fp32 [T, 1] and
-    ``weight_scales`` fp32 [E, N, 1], of any stride between experts. ``ends`` int32 [E]: where each group ends. Rows
-    behind the last end are not written. int8 gives exact sums and one fp32 rounding an operation, so the tiles change
-    no result; fp8 sums are in fp32. ValueError where K is above 133,144.
+    ``codes`` [T, K] sorted by expert, ``weight_codes`` [E, N, K], both int8 or float8_e4m3fn and contiguous along K;
+    fp32 ``scales`` [T, 1] and ``weight_scales`` [E, N, 1], of any stride between experts. ``ends`` [E] int32: end of
+    each group; later rows are not written. int8 has exact sums and one fp32 rounding per operation, so tiles change no
+    result; fp8 sums are fp32.
+
+    Raises:
+        ValueError: K is above 133,144.
     """
     (tokens, depth), (experts, columns) = codes.shape, weight_codes.shape[:2]
     if depth > MOST_SUMMED:
         raise ValueError(f"sums of {depth} products could overflow int32; use at most {MOST_SUMMED} columns")
     out = torch.empty(tokens, columns, dtype=dtype, device=codes.device)
     tiles = tiles_for(triton.cdiv(tokens, experts))
-    # Each group has at most one tile that is not full, and no tile is empty.
+    # Each group has at most one partial tile, and no tile is empty.
     row_tiles = min(tokens, tokens // tiles.rows + experts)
     grouped_kernel[(row_tiles * triton.cdiv(columns, tiles.columns),)](
         codes, weight_codes, out, scales, weight_scales, ends, row_tiles, experts, columns, depth, codes.stride(0),
@@ -46,7 +49,7 @@ def grouped_kernel(
     weight_stride, out_stride, expert_stride, expert_scale_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the codes of a tile of one group. Row tiles come first, so that the L2 cache serves the weight."""
+    """Multiply the codes of a tile of one group. Row tiles come first, so that weights are reused from the L2 cache."""
     row_tile, column_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends + number, mask=number < experts, other=0)
@@ -70,7 +73,7 @@ def grouped_kernel(
             rest = step < depth - index * DEPTH
             left = tl.load(a, mask=real_row[:, None] & rest[None, :], other=0.0)
             right = tl.load(b, mask=real_column[None, :] & rest[:, None], other=0.0)
-            # Without the last argument Hopper adds up 8-bit floats in fewer bits than fp32 has.
+            # Without the last argument Hopper accumulates fp8 products in fewer bits than fp32.
             result = tl.dot(left, right, result, out_dtype=sums, max_num_imprecise_acc=0)
             a += DEPTH
             b += DEPTH

@@ -1,14 +1,13 @@
-"""Triton kernels of quantised rollouts, on CUDA or in Triton's interpreter; the definition is `quantization.formats`.
+"""Triton kernels for quantised rollouts, on CUDA or in Triton's interpreter; defined by `quantization.formats`.
 
-They give its scales to the bit, and its codes but for the sign of a zero. Numbers to codes in one pass, for activations
-and for weights in buffers that keep their addresses: memory-bound, so each number is read once and stays in registers
-between its group's maximum and its code. Divisions are rounded correctly, as Triton's ``/`` on a GPU is not; maxima
-are taken of the bit patterns, which for magnitudes order like the numbers and let a NaN through to the scale, as
-torch's ``amax`` does and Triton's ``max`` does not.
+Scales are bit-identical to it, and codes except for the sign of zeros. Quantisation is one memory-bound pass: each
+number is read once and stays in registers between its group's maximum and its code; weights go to fixed buffers.
+Divisions are correctly rounded, unlike Triton's ``/`` on a GPU. Maxima are taken over bit patterns, which order like
+magnitudes and propagate NaN like torch's ``amax``, unlike Triton's ``max``.
 
-`int8_matmul`: few tokens are `thin_product`'s. Tile sizes come from a table by the number of tokens, not from
-autotuning, which launches and times kernels at the first call of each shape: a CUDA-graph capture forbids that, and two
-ranks could choose differently. Integer sums do not depend on the tiles, so the table cannot change a result.
+`int8_matmul` leaves few tokens to `thin_product`. Tile sizes come from a table by token count. Autotuning would time
+kernels at the first call of each shape, which CUDA-graph capture forbids, and ranks could choose differently. Integer
+sums do not depend on tiles.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from megatron_rl.quantization.recipe import PackedActivations, Packing
 from megatron_rl.quantization.thin_kernels import MOST_TOKENS, thin_product
 
 MAX_COLUMNS = 65536
-"""A row is held in the registers of one program; more would spill."""
+"""A row is held in the registers of one program; longer ones would spill."""
 FEW_ROWS = 256
-"""Of a decode step: fewer programs than a GPU runs at once."""
+"""Up to so many rows (a decode step) there are fewer programs than a GPU can run at once."""
 _SEGMENT_ROWS = 16
 MOST_SUMMED = (2**31 - 1) // 127**2
-"""The longest sum of products of codes within +-127 that cannot overflow int32."""
+"""Largest number of products of codes within +-127 whose sum cannot overflow int32."""
 _GROUP = 8
 
 
@@ -41,15 +40,15 @@ def _bits_of(number: float) -> int:
 
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""The interpreter truncates in casts to E4M3, its rounding mode "rtne" loses the carry, and it rounds in `tl.fma`."""
+"""The interpreter truncates in casts to E4M3, its rounding mode "rtne" loses the carry, and `tl.fma` rounds twice."""
 _TILE = tl.constexpr(TILE)
 _INT8_MAX, _FP8_MAX = tl.constexpr(formats.INT8_MAX), tl.constexpr(formats.FP8_MAX)
 _FLOOR_BITS = tl.constexpr(_bits_of(formats.AMAX_FLOOR))
 _INTEGER_MAGIC = tl.constexpr(1.5 * 2**23)
-"""From 2^23 to 2^24 fp32 holds the integers: adding this rounds a small number to the nearest even one."""
+"""fp32 represents the integers from 2^23 to 2^24: adding it rounds a small number to the nearest even integer."""
 _INTEGER_MAGIC_BITS = tl.constexpr(_bits_of(1.5 * 2**23))
 _E4M3_MAGIC = tl.constexpr(1.5 * 2**20)
-"""Times a number's own power of two: adding this leaves three bits behind the leading one."""
+"""Adding it, times a number's own power of two, leaves three bits behind the leading one."""
 _E4M3_SMALLEST_NORMAL_BITS = tl.constexpr(_bits_of(2.0**-6))
 _EXPONENT_BITS = tl.constexpr(0x7F800000)
 _MANTISSA_BITS = tl.constexpr(0x7FFFFF)
@@ -63,7 +62,7 @@ def magnitude_bits(values):
 
 @triton.jit
 def scale_of(amax_bits, code_type: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Return `formats.scale_of` for codes of that type, perhaps rounded by `formats.power_of_two`."""
+    """Return `formats.scale_of` for ``code_type``, optionally rounded by `formats.power_of_two`."""
     largest: tl.constexpr = _INT8_MAX if code_type == tl.int8 else _FP8_MAX
     scale = tl.div_rn(tl.maximum(amax_bits, _FLOOR_BITS).to(tl.float32, bitcast=True), largest)
     if POWER_OF_TWO:
@@ -74,7 +73,7 @@ def scale_of(amax_bits, code_type: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def e4m3_of(scaled):
-    """Round fp32 numbers within +-448 to E4M3, to nearest even; for the interpreter they are exact before the cast."""
+    """Round fp32 numbers within +-448 to E4M3, to nearest even; in the interpreter before the cast."""
     if _INTERPRETED:
         exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & _EXPONENT_BITS, _E4M3_SMALLEST_NORMAL_BITS)
         magic = exponent.to(tl.float32, bitcast=True) * _E4M3_MAGIC
@@ -84,9 +83,9 @@ def e4m3_of(scaled):
 
 @triton.jit
 def quotient(values, divisor):
-    """Return ``values / divisor``, rounded correctly where a code depends on it, by one division for all values.
+    """Return ``values / divisor``, correctly rounded where codes depend on it, with one division for all values.
 
-    A product with the inverse, and what is missing by fused products: P. Markstein, IBM J. Res. Dev. 34 (1990) 111.
+    A product with the inverse, corrected by fused products: P. Markstein, IBM J. Res. Dev. 34 (1990) 111.
     """
     if _INTERPRETED:
         result = tl.div_rn(values, divisor)
@@ -101,7 +100,7 @@ def quotient(values, divisor):
 def codes_of(values, scale, code_type: tl.constexpr):
     """Return `formats.integer_codes` or `formats.fp8_codes`.
 
-    The integer is read off the sum's bits, so that no optimisation can cancel the magic number.
+    The integer is read from the sum's bits, so that the compiler cannot optimise the magic number away.
     """
     largest: tl.constexpr = _INT8_MAX if code_type == tl.int8 else _FP8_MAX
     scaled = tl.minimum(tl.maximum(quotient(values, scale), -largest), largest)
@@ -130,15 +129,15 @@ def rows_kernel(
     tl.store(codes + row * code_stride + column, written, mask=column < code_columns)
 
 
-# Strides of scales go with the number of tokens: kernels of their own for 1 and for multiples of 16 would be compiled
-# in the middle of a run.
+# Scale strides depend on the number of tokens: specialisation would compile kernels for 1 and for multiples of 16 in
+# the middle of a run.
 @triton.jit(do_not_specialize=["rows", "code_rows", "scale_row_stride", "scale_column_stride"])
 def blocks_kernel(
     values, codes, scales, rows, columns, code_rows, code_columns, value_stride, code_stride,
     scale_row_stride, scale_column_stride,
     POWER_OF_TWO: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize blocks to E4M3; one program per ROWS x 128, with one scale if WHOLE, else a scale per row."""
+    """Quantize blocks to E4M3; one program per ROWS x 128, with one scale if WHOLE, else one per row."""
     block = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = (block * ROWS + tl.arange(0, ROWS))[:, None]
@@ -160,9 +159,10 @@ def blocks_kernel(
 
 
 def quantize(values: torch.Tensor, packing: Packing) -> PackedActivations:
-    """Quantise activations [T, K], bf16, fp16 or fp32, of any stride, as ``packing`` says.
+    """Quantise activations [T, K], bf16, fp16 or fp32, of any stride, as specified by ``packing``.
 
-    Where a scale is a token's, K is at most 65536, else ValueError.
+    Raises:
+        ValueError: K is above 65536, with scales per token.
     """
     packed = packing.allocate(values.shape[0], values.dtype, values.device)
     if packing.in_segments:
@@ -175,10 +175,10 @@ def quantize(values: torch.Tensor, packing: Packing) -> PackedActivations:
 def requantize_rows(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, smoothing: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``codes`` [>= N, >= K] (int8 or float8_e4m3fn) and fp32 ``scales`` [>= N, 1], one an output channel.
+    """Write ``codes`` [>= N, >= K] (int8 or float8_e4m3fn) and fp32 ``scales`` [>= N, 1], one per output channel.
 
-    Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] as the values of
-    `quantize`; ``smoothing`` fp32 [K] divides it first. Code columns from K on become zeros, rows from N on stay.
+    In place, so captured CUDA graphs stay valid. ``weight`` [N, K]: types as in `quantize`; ``smoothing`` fp32 [K]
+    divides it first. Code columns from K on become zero, rows from N on are unchanged.
     """
     weight = _with_adjacent_columns(weight)
     block = max(triton.next_power_of_2(codes.shape[1]), 16)
@@ -191,7 +191,7 @@ def requantize_rows(
 
 
 def _warps_for_rows(rows: int, block: int) -> int:
-    """Few rows wait for each other's latency: more threads a row (H200, 32 rows of 3,584 columns: 4.5 to 2.4 us)."""
+    """Return the warps per program: more for few rows (H200, 32 rows of 3,584 columns: 4.5 to 2.4 us)."""
     if rows <= FEW_ROWS:
         return min(max(block // 128, 1), 32)
     return 32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16)
@@ -200,10 +200,10 @@ def _warps_for_rows(rows: int, block: int) -> int:
 def requantize_blocks(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, whole: bool, power_of_two: bool
 ) -> None:
-    """Write E4M3 ``codes`` [>= N, >= K] and fp32 ``scales``, one a 128 x 128 tile (``whole``) or 1 x 128 segment.
+    """Write E4M3 ``codes`` [>= N, >= K] and fp32 ``scales`` per 128 x 128 tile (``whole``) or 1 x 128 segment.
 
-    ``values`` as of `quantize`; ``codes`` reach at most to the end of the last blocks, where they become zeros.
-    ``scales`` [ceil(N / 128) or N, ceil(K / 128)] may be a view of any strides. ``power_of_two`` rounds them up.
+    ``values``: types as in `quantize`; ``codes`` extend at most to the end of the last blocks, zero-padded. ``scales``
+    [ceil(N / 128) or N, ceil(K / 128)] may have any strides. ``power_of_two`` rounds them up.
     """
     values = _with_adjacent_columns(values)
     block_rows = TILE if whole else _SEGMENT_ROWS
@@ -218,7 +218,7 @@ def _with_adjacent_columns(values: torch.Tensor) -> torch.Tensor:
 
 
 class Tiles(NamedTuple):
-    """Rows, columns and depth of a program's tile, and how it is run."""
+    """Rows, columns and depth of a program's tile, and its launch parameters."""
 
     rows: int
     columns: int
@@ -233,12 +233,12 @@ _TABLE = (
     (64, Tiles(64, 64, 128, 4, 4)),
     (128, Tiles(128, 64, 128, 4, 4)),
 )
-"""For the tokens of one expert: a grouped product reads a whole weight for few of them. `int8_matmul` has more."""
+"""By tokens per expert: a grouped product reads a whole weight for few of them. `int8_matmul` has more tokens."""
 _MANY_TOKENS = Tiles(128, 128, 128, 8, 3)
 
 
 def tiles_for(tokens: int) -> Tiles:
-    """Return the tiles of a product with that many tokens."""
+    """Return the tiles of a product with ``tokens`` rows."""
     return next((tiles for most, tiles in _TABLE if tokens <= most), _MANY_TOKENS)
 
 
@@ -246,10 +246,13 @@ def int8_matmul(
     codes: torch.Tensor, weight_codes: torch.Tensor, scales: torch.Tensor, weight_scales: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # fmt: skip
-    """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding an operation.
+    """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding per operation.
 
-    Of int8 [M, K] and int8 [N, K]: rows may have any stride, columns are adjacent; ValueError where K is above 133,144.
-    fp32 ``scales`` [M, 1], ``weight_scales`` [N, 1], contiguous. Pass slices to leave out padding rows of the weight.
+    int8 [M, K] and [N, K] of any row stride, contiguous along K; fp32 ``scales`` [M, 1], ``weight_scales`` [N, 1],
+    contiguous. Pass slices to leave out padding rows of the weight.
+
+    Raises:
+        ValueError: K is above 133,144.
     """
     (rows, depth), columns = codes.shape, weight_codes.shape[0]
     if depth > MOST_SUMMED:
@@ -275,7 +278,7 @@ def matmul_kernel(
 ):  # fmt: skip
     """Multiply codes; one program per tile ROWS x COLUMNS of ``out``.
 
-    STEPS is a constant, hence a compilation a depth: Triton's interpreter cannot loop to a bound read at run time.
+    STEPS is a constant, so each depth is compiled: Triton's interpreter does not support dynamic loop bounds.
     """
     row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -305,7 +308,7 @@ def matmul_kernel(
 
 @triton.jit
 def _tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Programs go down GROUP row tiles before the next column tile, so that the L2 cache serves the weight."""
+    """Order programs by GROUP row tiles before the next column tile, so that weights are reused from the L2 cache."""
     in_group = GROUP * column_tiles
     first = (program // in_group) * GROUP
     height = tl.minimum(row_tiles - first, GROUP)

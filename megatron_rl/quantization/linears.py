@@ -1,13 +1,13 @@
-"""The quantised copies of a model's linear layers: made once, refreshed in place, switched on and off.
+"""The quantised copies of a model's linear layers: allocated once, refreshed in place, installed and removed.
 
     linears = QuantizedLinears(model, recipe, skip)
     with linears.installed():      # refreshed first, if the weights have changed
         ...                        # every forward pass runs on quantised weights
 
-A parameter stays as it is; what changes for a while is its module's ``forward``. Without gradients it is the recipe's
-product; with them (aligned training) its backward pass is straight-through: that of the product of the dequantised
-numbers, as if rounding had slope 1, or with ``quantizes_gradients`` made of the recipe's own products. Copies are plain
-buffers outside the module tree: no state dict, no optimizer and no checkpoint sees them.
+Parameters stay unchanged; the modules' ``forward`` is replaced. Without gradients it is the recipe's product. In
+aligned training the backward pass is straight-through: that of the product of dequantised numbers, as if rounding had
+slope 1, or with ``quantizes_gradients`` the recipe's own products. Copies are plain buffers outside of the module tree:
+no state dict, optimizer or checkpoint contains them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.collectives import gather_json
-from megatron_rl.platform.device import Leaving, LeavingOf
+from megatron_rl.platform.device import OffloadableFactory, OffloadableTensors
 from megatron_rl.quantization.copies import LinearKind, QuantizedLinear, QuantizedMatrix, QuantizedStack, StackedLinear
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.recipe import Recipe
@@ -29,11 +29,11 @@ from megatron_rl.quantization.shapes import skipped
 
 
 def parallel_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
+    """Return all linears of the decoder layers, experts included, by name (``layers.0.mlp.linear_fc1``).
 
-    ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers and experts are counted over all
-    ranks. The experts of a stack have names of their own, each with the stack, in its order. Embedding, output head,
-    norms and router are not among them: they stay as they are.
+    ``model`` may be a ``ModuleList`` of a pipeline stage's chunks; layer and expert numbers count over all ranks. The
+    experts of a stack have one name each, mapped to the stack, in order. Embedding, output head, norms and router are
+    not included.
     """
     found: dict[str, torch.nn.Module] = {}
     for layer in (layer for chunk in _chunks(model) for layer in chunk.decoder.layers):
@@ -49,7 +49,7 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def counted_over_ranks(layer: torch.nn.Module, name: str) -> str:
-    """Name ``mlp.experts.local_experts.0.linear_fc1`` of a decoder layer by its number in the whole layer."""
+    """Replace the local expert number in ``mlp.experts.local_experts.0.linear_fc1`` by the global one."""
     parts = name.split(".")
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
@@ -67,18 +67,18 @@ class QuantizedLinears:
     def __init__(
         self, model: torch.nn.Module, recipe: Recipe | None, skip: Sequence[str] = (),
         lockstep_group: dist.ProcessGroup | None = None, *, quantizes_gradients: bool = False,
-        leaving: LeavingOf = Leaving,
+        offloadable: OffloadableFactory = OffloadableTensors,
     ) -> None:  # fmt: skip
-        """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``.
+        """Without a ``recipe`` there are no copies. ``skip``: patterns of unquantised layers, see ``shapes.skipped``.
 
-        ``lockstep_group`` are the ranks that refuse together what one of them cannot quantise; None: this rank alone.
-        ``quantizes_gradients``: of aligned training, see `QuantizedMatrix`. ``leaving``: how codes leave.
+        ``lockstep_group``: ranks that raise together if one of them cannot quantise a weight; None: this rank alone.
+        ``quantizes_gradients``: see `QuantizedMatrix`. ``offloadable``: makes the code buffers releasable.
         """
         self.recipe = recipe
         self._lockstep_group = lockstep_group
         linears = {} if recipe is None else parallel_linears(model)
         self.plain = tuple(name for name in linears if skipped(name, skip, _chunks(model)[0].config.num_layers))
-        """Names of the layers left as they are."""
+        """Names of the unquantised layers."""
         kept = {name: module for name, module in linears.items() if name not in self.plain}
         names: dict[torch.nn.Module, list[str]] = {}
         for name, module in kept.items():
@@ -95,49 +95,49 @@ class QuantizedLinears:
             for matrix in (copy.experts if isinstance(copy, QuantizedStack) else (copy,))
         }
         self.layers: tuple[QuantizedMatrix, ...] = tuple(matrices[name] for name in kept)
-        """One an expert, even of a stack."""
+        """One per linear, and per expert of a stack."""
         self.is_installed = False
-        """Whether the layers run quantised now."""
+        """Whether the layers currently run quantised."""
         self._stale = True
-        self._codes = leaving(self._all_codes())
+        self._codes = offloadable(self._all_codes())
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of codes and scales on this rank."""
+        """Bytes of codes and scales on this rank."""
         return sum(layer.weight.stored_bytes for layer in self.layers)
 
     @property
     def num_weights(self) -> int:
-        """Numbers that have a quantised copy on this rank."""
+        """Number of weight elements with a quantised copy on this rank."""
         return sum(layer.weight.rows * layer.weight.columns for layer in self.layers)
 
     def _all_codes(self) -> list[torch.Tensor]:
-        """Codes, and operands that are not, as `fp8_block`'s on CUDA, where scales lie; with the views of experts."""
+        """List codes, operands without scales (unlike `fp8_block`'s on CUDA), and the experts' views of them."""
         weights = [each.weight for each in (*self._copies, *self.layers)]
         kept = {weight.scales.untyped_storage().data_ptr() for weight in weights}
         found = (tensor for weight in weights for tensor in (weight.codes, weight.operand) if tensor is not None)
         return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in kept]
 
     def release(self) -> None:
-        """Give up the memory of the codes until the next `refresh`."""
+        """Free the codes until the next `refresh`."""
         self._codes.release()
         self._stale = True
 
     def weights_changed(self) -> None:
-        """Note an optimizer step or a load: the copies are of another model until the next refresh."""
+        """Mark the copies as outdated, after an optimizer step or a load."""
         self._stale = True
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write all copies anew, into the buffers they have; collective over the lockstep group.
+        """Requantise all weights into the existing buffers; collective over the lockstep group.
 
         Raises:
             QuantizationError: a weight holds NaN or infinity; on all those ranks, names the layer.
         """
-        self._codes.take_back()  # zeroed: a refresh does not write the padding
+        self._codes.restore()  # zeroed: a refresh does not write the padding
         for layer in self.layers:
             self.recipe.encode(layer.parameter, layer.weight)
-        # The one host read of a refresh: a NaN must not become a rollout of noise.
+        # The only host read of a refresh: NaN must not become a rollout of noise.
         scales = [layer.weight.scales for layer in self.layers]
         good = torch.stack([(each.isfinite() & (each > 0)).all() for each in scales]).tolist() if scales else []
         bad = [layer.name for layer, is_good in zip(self.layers, good, strict=True) if not is_good][:1]
@@ -151,15 +151,15 @@ class QuantizedLinears:
         self._stale = False
 
     def update(self) -> None:
-        """Call `refresh`, if the weights have changed since the last one."""
+        """Call `refresh` if the weights have changed since the last one."""
         if self._stale:
             self.refresh()
 
-    def renew(self) -> list[str]:
-        """Call `refresh`, and name the layers whose copies were of other weights until now; collective like it.
+    def refresh_changed(self) -> list[str]:
+        """Refresh, and return the names of layers whose copies were unexpectedly outdated; collective.
 
-        Exact, as quantising the same weight twice gives the same bits. Of copies whose memory was given up only the
-        scales are compared. None are named if a change of the weights was announced since the last refresh.
+        Exact, because quantisation is reproducible. Compares only scales if the codes were released. Returns no names
+        if `weights_changed` was called since the last refresh.
         """
         with_codes = not self._codes.is_released
         is_comparable = not (with_codes and self._stale)
@@ -172,7 +172,7 @@ class QuantizedLinears:
         return list(dict.fromkeys(names))
 
     def _checksums(self, with_codes: bool) -> list[list[int]]:
-        """By layer, the sum of the bits of its scales, and of its codes."""
+        """Return checksums per layer: the sums of the bits of its scales and, with ``with_codes``, of its codes."""
         sums = []
         for layer in self.layers:
             parts = [layer.weight.scales.view(torch.int32)]
@@ -182,10 +182,7 @@ class QuantizedLinears:
 
     @torch.no_grad()
     def calibrate(self, channel_amax: Mapping[str, torch.Tensor | None]) -> None:
-        """Set the smoothing of every layer from the largest activation [K] of its input channels; collective.
-
-        Layers without traffic (an expert nobody was sent to) keep 1.
-        """
+        """Set each layer's smoothing from its input channels' maxima [K]; 1 without traffic. Collective."""
         for layer in self.layers:
             activations, weight = channel_amax.get(layer.name), layer.parameter
             largest = weight.abs().amax(0).float()
@@ -197,13 +194,13 @@ class QuantizedLinears:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Enter a block in which the layers run quantised, on fresh copies; may be nested."""
+        """Run the layers quantised inside the context, on fresh copies; may be nested."""
         with self._switched(True):
             self.update()
             yield
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Run the layers as they are inside the block, even where aligned training installed the copies for good."""
+        """Run the layers unquantised inside the context, even if aligned training has installed the copies."""
         return self._switched(False)
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""What a quantisation recipe is: quantise, dequantise, multiply.
+"""The interface of quantisation recipes: quantise, dequantise, multiply.
 
-Shapes: a weight is [N, K] (N outputs, K inputs), activations [..., K]. A number is ``code x scale``. Weights of experts
-may lie in one stack, [E, N, K]; each is quantised by itself. Of what tensor-parallel ranks share a recipe sees one
-rank's part, which has scales of its own; the caller adds up the products of row-parallel parts.
+Shapes: a weight is [N, K] (N outputs, K inputs), activations [..., K]. A number is ``code x scale``. Experts may be
+stacked, [E, N, K], each quantised separately. A recipe sees one tensor-parallel rank's part, with its own scales; the
+caller sums the products of row-parallel parts.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.shapes import Storage
 
 MOST_TOKENS = 2**16
-"""That a gradient's sum takes at once: kernels hold a row in registers, and int32 the sum of its products."""
+"""Tokens per product of a weight gradient: kernels hold a row in registers, and sums of products must fit in int32."""
 
 
 @dataclass
 class QuantizedWeight:
-    """The static buffers of one weight, or of a stack, which has a dimension before those below.
-
-    A refresh writes into them; they are never replaced.
-    """
+    """The static buffers, refreshed in place, of one weight, or of a stack, with an additional first dimension."""
 
     codes: torch.Tensor
-    """[N, K] rounded up to what the kernels want (`Storage.stored_shape`); the padding is 0."""
+    """[N, K], zero-padded for the kernels (`Storage.stored_shape`)."""
     scales: torch.Tensor
-    """fp32; its shape is the recipe's: [N, 1], [1, 1], or one number a 128 x 128 tile."""
+    """fp32, in the recipe's shape: [N, 1], [1, 1], or one per 128 x 128 tile."""
     rows: int
     columns: int
     smoothing: torch.Tensor | None = None
-    """[K] fp32: the activations are divided by it, the weight is multiplied."""
+    """[K] fp32: activations are divided by it, weights multiplied."""
     operand: torch.Tensor | None = None
-    """What the product reads where the device has none for the codes (see ``products``)."""
+    """Operand of the product on devices that cannot multiply codes."""
 
     def of_expert(self, index: int) -> QuantizedWeight:
         """Return views of one weight of a stack."""
@@ -53,25 +50,25 @@ class QuantizedWeight:
 
     @property
     def stored_bytes(self) -> int:
-        """Codes, scales and smoothing; without the operand, which only CPUs need."""
+        """Bytes of codes, scales and smoothing; the operand exists on CPUs only."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor is not self.operand)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The form in which a product wants its activations, for a kernel that quantises them as it makes them."""
+    """The format of a product's activations, for kernels that quantise their output."""
 
     code_type: torch.dtype
     columns: int
-    """Of the codes: K, rounded up to what the product takes; zeros from K on."""
+    """K rounded up for the product; the padding is zero."""
     in_segments: bool = False
-    """One scale a 128 columns instead of one a token."""
+    """One scale per 128 columns instead of one per token."""
     power_of_two: bool = False
     smoothing: torch.Tensor | None = None
-    """fp32 [K] by which the activations are divided first; only where a scale is a token's."""
+    """fp32 [K]: divides the activations first; only with scales per token."""
 
     def allocate(self, tokens: int, dtype: torch.dtype, device: torch.device) -> PackedActivations:
-        """Allocate activations [tokens, K] of ``dtype``; scales [T, 1] or [T, columns / 128] lie column by column."""
+        """Allocate activations [tokens, K] of ``dtype``; scales [T, 1] or [T, columns / 128] are column-major."""
         groups = self.columns // TILE if self.in_segments else 1
         codes = torch.empty(tokens, self.columns, dtype=self.code_type, device=device)
         scales = torch.empty(groups, tokens, dtype=torch.float32, device=device)
@@ -80,38 +77,38 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedActivations:
-    """Activations [T, K] that are quantised already, to the numbers that `Recipe.matmul` would have made of them."""
+    """Quantised activations [T, K], equal to those that `Recipe.matmul` would make."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
-    """Of the activations, and of the product."""
+    """Dtype of the unquantised activations and of the product."""
 
 
 class Recipe(Storage, ABC):
-    """One number format for weights and activations of a linear layer, without state."""
+    """A number format for weights and activations of linear layers; stateless."""
 
     name: ClassVar[str]
     format: ClassVar[str]
-    """Weights and activations in words, for the audit's table."""
+    """Description for the audit's table: weights x activations."""
     safer: ClassVar[str] = "none"
-    """What `--rl-mismatch-action fallback` goes on with."""
+    """Next recipe for `--rl-mismatch-action fallback`."""
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
-        """Return why a CUDA device of this compute capability (None: a CPU) cannot run it."""
+        """Return why a CUDA device of this compute capability (None: a CPU) cannot run it; None if it can."""
         return None
 
     @abstractmethod
     def encode(self, weight: torch.Tensor, into: QuantizedWeight) -> None:
-        """Fill the buffers."""
+        """Quantise ``weight`` into the buffers."""
 
     @abstractmethod
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
-        """Return zeroed buffers of a weight [N, K] or of a stack [E, N, K]."""
+        """Return zeroed buffers for a weight [N, K] or a stack [E, N, K]."""
 
     @abstractmethod
     def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
-        """Return fp32 [N, K]; with smoothing it is that of the original weight."""
+        """Return fp32 [N, K], without smoothing."""
 
     @abstractmethod
     def matmul(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
@@ -120,8 +117,8 @@ class Recipe(Storage, ABC):
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
         """Compute `matmul` of each group of tokens with its expert's weight: [T, K] -> [T, N], ``q`` a stack.
 
-        ``ends`` [E] int32: where each group ends; rows behind the last one are undefined. This definition goes group by
-        group, and the host reads ``ends``.
+        ``ends`` [E] int32: end of each group; later rows are undefined. This definition loops over groups and reads
+        ``ends`` on the host.
         """
         product = x.new_zeros(x.shape[0], q.rows)
         start = 0
@@ -132,11 +129,11 @@ class Recipe(Storage, ABC):
         return product
 
     def packing(self, q: QuantizedWeight) -> Packing | None:
-        """Return how a CUDA kernel may quantise activations of ``q`` for `multiply`; None where only `matmul` can."""
+        """Return how a CUDA kernel may quantise activations for `multiply`; None if only `matmul` can."""
         return None
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
-        """Return `matmul` of what was quantised as `packing` says: [T, N] in the dtype of the activations."""
+        """Return `matmul` of activations packed as in `packing`: [T, N] in their original dtype."""
         raise QuantizationError(f"{self.name} quantises activations itself")
 
     def grouped_packing(self, q: QuantizedWeight) -> Packing | None:
@@ -144,35 +141,35 @@ class Recipe(Storage, ABC):
         return None
 
     def grouped_multiply(self, x: PackedActivations, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-        """Return `grouped_matmul` of what was quantised as `grouped_packing` says."""
+        """Return `grouped_matmul` of activations packed as in `grouped_packing`."""
         raise QuantizationError(f"{self.name} quantises the activations of experts itself")
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        """Compute ``dY W`` with both quantised: [T, N] -> [T, K] in the dtype of ``gradient``; for the backward pass.
+        """Compute ``dY W`` with both quantised: [T, N] -> [T, K] in the dtype of ``gradient``.
 
-        ``weight`` [N, K] is what ``q`` is of. The sum is over N, so where a scale is a row's the weight is quantised
-        anew, with a scale an input channel: those of ``q`` would stand inside the sum.
+        ``weight`` [N, K] is the original of ``q``. It is requantised with scales per input channel, because the sum
+        over N would include the row scales of ``q``.
         """
         return self.matmul(gradient, self._encoded(weight.t()))
 
     def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Compute ``dY^T X`` with both quantised: [T, N] and [T, K] -> [N, K] in the dtype of ``gradient``.
 
-        The sum is over tokens: ``x`` is quantised as a weight is, and where a scale is a row's it is a channel's over
-        all tokens. NaN and infinity come through, as they would unquantised.
+        The sum is over tokens: ``x`` is quantised like a weight, with scales per channel over all tokens. NaN and
+        infinity propagate, as without quantisation.
         """
         pieces = zip(gradient.split(MOST_TOKENS), x.split(MOST_TOKENS), strict=True)
         return sum(self.matmul(dy.t(), self._encoded(seen.t())) for dy, seen in pieces)
 
     def _encoded(self, matrix: torch.Tensor) -> QuantizedWeight:
-        """`quantize` without its look at the numbers, for which the host would wait."""
+        """`quantize` without its check, which waits for the device."""
         q = self.allocate(matrix.shape, matrix.device)
         self.encode(matrix.detach(), q)
         return q
 
     @abstractmethod
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        """Return ``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""
+        """Return ``x`` as `matmul` sees it: quantised and dequantised, in its own shape and dtype."""
 
     def quantize(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> QuantizedWeight:
         """Return new buffers filled from ``weight`` [N, K] of any float type.

@@ -1,8 +1,7 @@
-"""Recipes with one scale a row: an output channel of the weight, a token of the activations.
+"""Recipes with one scale per row: per output channel of the weight, per token of the activations.
 
-Along a row all numbers have the same scale, so it comes out of the sum: ``sum(a s_a w s_w) = s_a s_w sum(a w)``.
-CUDA multiplies the codes. A CPU without 8-bit dot products multiplies them as fp32 numbers: integer sums below 2^24 are
-exact in fp32, so it gives the very accumulators of an integer product.
+The scale of a row can be taken out of the sum: ``sum(a s_a w s_w) = s_a s_w sum(a w)``. CUDA multiplies codes. A CPU
+without 8-bit dot products multiplies them as fp32 numbers: integer sums below 2^24 are exact in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EXACT_COLUMNS = 1024
 
 @functools.cache
 def cpu_multiplies_int8() -> bool:
-    """Return True where ``torch._int_mm`` has a kernel of its own; elsewhere it is 20 times slower than fp32."""
+    """Return whether ``torch._int_mm`` has a fast kernel; without one it is 20 times slower than fp32."""
     return torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -34,14 +33,14 @@ class RowRecipe(Recipe):
     largest: ClassVar[float]
     code_type: ClassVar[torch.dtype]
     one_pass: ClassVar[bool] = True
-    """False where a row's scale needs more than the row, or the kernel has another largest code."""
+    """False if a row's scale depends on other rows, or the kernel has another largest code."""
 
     @property
     def _integer(self) -> bool:
         return self.code_type == torch.int8
 
     def amax(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return fp32 [N, 1]: the largest magnitude among what shares a row's scale."""
+        """Return fp32 [N, 1]: the largest magnitude among the numbers that share a row's scale."""
         return formats.row_amax(weight)
 
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
@@ -92,7 +91,7 @@ class RowRecipe(Recipe):
         return product.view(*x.shape[:-1], q.rows)
 
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-        """Multiply group by group; the borders of the groups stay on the device, as a CUDA graph needs it."""
+        """Multiply group by group, without reading group sizes on the host, for CUDA graphs."""
         if x.is_cuda:
             return self.grouped_by_kernel(x, q, ends)
         expert = _expert_of_each(x, ends)
@@ -108,13 +107,13 @@ class RowRecipe(Recipe):
         """Return `grouped_matmul` on CUDA, or in Triton's interpreter."""
         from megatron_rl.quantization.kernels import quantize
 
-        # Of each token its expert's: the quantiser divides all of its rows by the same.
+        # Smoothing differs by expert, and the quantisation kernel takes only one for all rows.
         values = x if q.smoothing is None else x.float() / q.smoothing[_expert_of_each(x, ends)]
         packed = quantize(values, Packing(self.code_type, q.codes.shape[-1]))
         return self.grouped_multiply(replace(packed, dtype=x.dtype), q, ends)
 
     def grouped_packing(self, q: QuantizedWeight) -> Packing | None:
-        """Return None with smoothing, which is not the kernels'."""
+        """Return None with smoothing, which the kernels do not support per expert."""
         return None if q.smoothing is not None else Packing(self.code_type, q.codes.shape[-1])
 
     def grouped_multiply(self, x: PackedActivations, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
@@ -144,7 +143,7 @@ class RowRecipe(Recipe):
         if q.smoothing is not None:
             values = values / q.smoothing
         scale = formats.scale_of(formats.row_amax(values), self.largest)
-        # No clamp: the quotient passes the limit by an ulp at most, and rounding takes it back.
+        # No clamp: the quotient exceeds the limit by at most an ulp, which rounding removes.
         scaled = values / scale
         return (scaled.round_() if self._integer else formats.fp8_rounded(scaled)), scale
 
@@ -157,13 +156,13 @@ class RowRecipe(Recipe):
 
 
 def _expert_of_each(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[T], of tokens sorted by expert; the last expert's number behind the last end."""
+    """Return the expert [T] of tokens sorted by expert; after the last end the last expert."""
     places = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
     return torch.searchsorted(ends, places, right=True).clamp_max_(len(ends) - 1)
 
 
 def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-    """Compute exact integers ``codes W^T`` [T, N] on a CPU, int32, or fp32 where they fit; ``codes`` [T, K] fp32."""
+    """Compute ``codes W^T`` [T, N] exactly on a CPU, as int32, or fp32 where it fits; ``codes`` [T, K] fp32."""
     if q.operand is not None:
         if q.columns <= EXACT_COLUMNS:
             return torch.mm(codes, q.operand.t())
@@ -174,7 +173,7 @@ def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
 
 
 def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Compute ``(codes x scales) W^T`` [T, N] on CUDA; one scale a row of both."""
+    """Compute ``(codes x scales) W^T`` [T, N] on CUDA; one scale per row of both."""
     from megatron_rl.quantization.thin_kernels import MOST_TOKENS, thin_product
 
     if len(codes) <= MOST_TOKENS:

@@ -1,4 +1,4 @@
-"""What can be quantised and how many bytes it takes, by names and shapes alone. No torch: the estimate needs it."""
+"""Which weights can be quantised, and their bytes, from names and shapes. No torch, for the memory estimate."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
 
 Split = Literal["columns", "rows"]
-"""How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
-(``RowParallelLinear``), where each rank's product is a part of the sum."""
+"""Split of a weight over tensor-parallel ranks: outputs (``ColumnParallelLinear``), or inputs (``RowParallelLinear``),
+whose products are partial sums.
+"""
 _NUMBER = re.compile(r"(?<=\.local_experts\.)\d+")
-"""Of an expert."""
+"""Expert number."""
 _EDGE = re.compile(r"(first|last):(\d+)")
 
 
 class Storage:
-    """The storage of a weight [rows, columns]: codes, padded to whole tiles, and their scales.
+    """Storage of a weight [rows, columns]: codes, padded to whole tiles, and scales.
 
-    The constants are literals: `storage_of` reads those of the library's recipes off their files. A recipe that keeps
-    something else has `stored_bytes` of its own.
+    The constants must be literals: `storage_of` reads those of built-in recipes from their source. A recipe with
+    another layout overrides `stored_bytes`.
     """
 
     bits: ClassVar[int] = 8
-    """Of a code."""
+    """Bits per code."""
     scale_bytes: ClassVar[int] = 4
     tile: ClassVar[tuple[int, int]] = (1, 0)
-    """Rows and columns that share a scale; 0 columns: the whole row. In NVFP4 (1, 16)."""
+    """Rows and columns that share a scale; 0 columns: the whole row. Example: NVFP4 (1, 16)."""
     needs_calibration: ClassVar[bool] = False
-    """True if it wants the largest activation of every input channel; it keeps an fp32 number of each."""
+    """Whether it needs the maximum of each input channel; stores one fp32 number per channel."""
 
     def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the codes: rounded up to what the kernels want, 16 or a tile."""
+        """Return the shape of the codes, rounded up to multiples of 16 and of the tile."""
         height, width = (max(16, size) for size in self.tile)
         return -(-rows // height) * height, -(-columns // width) * width
 
@@ -59,7 +60,7 @@ class Storage:
 
 
 def storage_of(name: str) -> Storage | None:
-    """Return what the recipe keeps, None for ``none``; only one given by its path is imported, and torch with it."""
+    """Return a recipe's storage, None for ``none``; imports torch only for recipes given by path."""
     if ":" in name or name == "none":
         recipe = RECIPES.get(name)
         if recipe is not None and not isinstance(recipe, Storage):
@@ -73,7 +74,7 @@ def storage_of(name: str) -> Storage | None:
 
 
 def skipped(name: str, patterns: Sequence[str], num_layers: int) -> bool:
-    """Return whether a pattern names the layer: a shell pattern (``layers.0.*``), or ``first:N`` or ``last:N``."""
+    """Return whether a pattern matches the layer: a shell pattern (``layers.0.*``), or ``first:N`` or ``last:N``."""
     return any(_matches(name, pattern, num_layers) for pattern in patterns)
 
 
@@ -86,7 +87,7 @@ def _matches(name: str, pattern: str, num_layers: int) -> bool:
 
 
 def layer_problems(config: RLConfig, shape_problem: Callable[[int, int, Split | None], str | None]) -> list[Problem]:
-    """Report every pattern that names nothing, and layers that the recipe cannot quantise.
+    """Report patterns without a match, and layers that the recipe cannot quantise.
 
     ``shape_problem``: (rows, columns, split) of a rank's part -> why it cannot be quantised like the whole, or None.
     """
@@ -123,7 +124,7 @@ def layer_problems(config: RLConfig, shape_problem: Callable[[int, int, Split | 
 
 
 def _cut_stacks(names: Sequence[str], quantised: Set[str]) -> Iterator[str]:
-    """Of the first layer whose experts, one product, are quantised in part."""
+    """Report the first expert that is skipped while others of its stack are quantised."""
     stacks = {_NUMBER.sub("*", name) for name in quantised}
     for name in names:
         stack = _NUMBER.sub("*", name)

@@ -1,12 +1,12 @@
-"""Products of few tokens, as a decode step has them, with 8-bit or bf16 weights: the time is that of reading these.
+"""Products of few tokens (decode steps) with 8-bit or bf16 weights: bound by reading the weights.
 
     weight [N, K] ──► column tiles x splits of K, a program each ──► parts [splits, M, N] ──► summed in order, scaled
 
-Where there are fewer column tiles than programs that fill a GPU, several share a tile, each with a part of K
-("split-K"), and a second kernel adds the parts up: always in the same order, so that the same inputs give the same
-bits. The number of splits depends on the weight's shape alone: a row's bits do not depend on how many rows there are.
-The weight is the left operand, whose tile has the 64 rows or more that Hopper's tensor cores want. With scales of tiles
-each product of `TILE` inputs is scaled before it is added.
+If there are too few column tiles to fill a GPU, several programs share one, each with a part of K ("split-K"), and a
+second kernel sums the parts in a fixed order, so results are reproducible. The number of splits depends only on the
+weight's shape, so a row's bits do not depend on the number of rows. The weight is the left operand, whose tile has the
+64 or more rows that Hopper's tensor cores need. With tile scales each product of `TILE` inputs is scaled before it is
+added.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron_rl.arithmetic import TILE
 from megatron_rl.quantization.dependent_launch import dependent, prefetch, wait
 
 MOST_TOKENS = 128
-"""With more, larger tiles are faster."""
+"""For more tokens larger tiles are faster."""
 _TILE = tl.constexpr(TILE)
 _PREFETCHED = tl.constexpr(4)
-"""Steps whose weights a program asks for before it waits for the tokens; 128 bytes a column each."""
+"""Steps whose weights a program prefetches before it waits for the tokens; 128 bytes per column each."""
 _SUMMED = 1024
-"""Numbers of a row that a program of the second kernel adds up."""
+"""Columns per program of the second kernel."""
 
 
 class ThinTiles(NamedTuple):
-    """A program's tile of the weight, how it is run, and how many programs a product should have."""
+    """A program's tile of the weight, its launch parameters, and the target number of programs."""
 
     columns: int
     depth: int
@@ -38,10 +38,10 @@ class ThinTiles(NamedTuple):
     stages: int
     programs: int
     least_steps: int = 1
-    """Of ``depth`` inputs each that a program has: with fewer, part sums would be as large as the weight."""
+    """Minimum steps of ``depth`` inputs per program: with fewer, partial sums would be as large as the weight."""
 
     def cut(self, columns: int, depth: int) -> tuple[int, int]:
-        """Return the steps of each split of ``depth`` inputs, and the number of splits."""
+        """Return the steps per split of ``depth`` inputs, and the number of splits."""
         steps, column_tiles = triton.cdiv(depth, self.depth), triton.cdiv(columns, self.columns)
         share = max(min(self.least_steps, steps), triton.cdiv(steps, max(1, min(steps, self.programs // column_tiles))))
         return share, triton.cdiv(steps, share)
@@ -49,14 +49,15 @@ class ThinTiles(NamedTuple):
 
 _FEW = ThinTiles(columns=64, depth=128, warps=4, stages=6, programs=264)
 _MORE = ThinTiles(columns=64, depth=128, warps=4, stages=4, programs=264)
-"""The fastest of 18 on an H200 for the linears of a 7B (docs/measurements/gpu.md); programs are two for each of its 132
-processors."""
+"""The fastest of 18 on an H200 for the linears of a 7B model (docs/measurements/gpu.md); two programs for each of its
+132 processors.
+"""
 _BF16 = _FEW._replace(depth=64, least_steps=4)
-"""As many bytes a step as of 8-bit weights; not timed. With 32 rows, part sums are at most a quarter of the weight."""
+"""The bytes per step of 8-bit weights; not timed. With 32 rows, partial sums are at most a quarter of the weight."""
 
 
 def tiles_for_few(tokens: int, dtype: torch.dtype = torch.int8) -> ThinTiles:
-    """Return the tiles of a product with at most `MOST_TOKENS`, with a weight of ``dtype``."""
+    """Return the tiles of a product with at most `MOST_TOKENS` tokens and a weight of ``dtype``."""
     return _BF16 if dtype == torch.bfloat16 else _FEW if tokens <= 32 else _MORE
 
 
@@ -66,10 +67,10 @@ def thin_product(
 ) -> torch.Tensor:  # fmt: skip
     """Return ``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``.
 
-    Of int8, float8_e4m3fn or, without scales, bfloat16 [M, K] and [N, K], M up to 128: rows may have any stride,
-    columns are adjacent. fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous; or ``tiled``, of 1 x 128
-    segments [M, S] and 128 x 128 tiles [at least N / 128, S]. int8 has exact sums and one fp32 rounding an operation;
-    fp8 sums are in fp32 but for the 128 products of a tile, which Hopper adds up in fewer bits; bf16 sums are in fp32.
+    int8, float8_e4m3fn or (without scales) bfloat16 [M, K] and [N, K], M up to 128, of any row stride, contiguous along
+    K. fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous; or ``tiled``: of 1 x 128 segments [M, S] and 128
+    x 128 tiles [at least N / 128, S]. int8 has exact sums and one fp32 rounding per operation; fp8 and bf16 sums are
+    fp32, except within the 128 products of an fp8 tile, which Hopper sums in fewer bits.
     """
     (rows, depth), columns = codes.shape, weight_codes.shape[0]
     tiles = tiles or tiles_for_few(rows, codes.dtype)
@@ -100,7 +101,7 @@ def thin_kernel(
     TILED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Multiply codes: a program has all tokens, COLUMNS outputs and STEPS x DEPTH inputs; ``out``, or part sums."""
+    """Multiply codes: a program has all tokens, COLUMNS outputs and STEPS x DEPTH inputs; ``out`` or partial sums."""
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.program_id(1) * STEPS * DEPTH + tl.arange(0, DEPTH)
@@ -145,7 +146,7 @@ def thin_kernel(
 
 @triton.jit
 def _tile_scales(scales, tile_scales, segment_stride, start, depth, real_row):
-    """What products of inputs from ``start`` on are multiplied by, [ROWS]; 0 from ``depth`` on."""
+    """Return the factors [ROWS] of products of inputs from ``start`` on; 0 from ``depth`` on."""
     segment = start // _TILE
     by_row = tl.load(scales + segment * segment_stride, mask=real_row & (start < depth), other=0.0)
     return by_row * tl.load(tile_scales + segment, mask=start < depth, other=0.0)
@@ -156,7 +157,7 @@ def parts_kernel(
     parts, out, scales, weight_scales, rows, columns, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Add up the parts; one program per BLOCK outputs of a token."""
+    """Sum the parts; one program per BLOCK outputs of a token."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -25,7 +25,7 @@ from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models.gpt import PolicyModel, build_model
 from megatron_rl.platform import Platform
-from megatron_rl.platform.device import Leaving, LeavingOf
+from megatron_rl.platform.device import OffloadableFactory, OffloadableTensors
 from megatron_rl.platform.groups import ParallelGroups, seed_everything
 from megatron_rl.quantization.audit import LayerAudit, table_rows
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -180,7 +180,7 @@ def build_quantization(
     quantization = RolloutQuantization(
         torch.nn.ModuleList(policy.chunks), settings.rl_rollout_quantization, settings.rl_quantization_skip, report,
         timer.phase, groups.lockstep_group, quantizes_gradients=settings.rl_train_backward == "quantized",
-        leaving=leaving_of(config, policy.device),
+        offloadable=leaving_of(config, policy.device),
     )  # fmt: skip
     linears = quantization.linears
     where = "" if groups.experts.whole.size() == groups.experts.tensor.size() else " of the first rank"
@@ -193,13 +193,13 @@ def build_quantization(
     return quantization
 
 
-def leaving_of(config: RLConfig, device: torch.device) -> LeavingOf:
+def leaving_of(config: RLConfig, device: torch.device) -> OffloadableFactory:
     """Return how the memory leaves that graphs read: from addresses that stay, if that is asked for."""
     if not config.kernels.keeps_graphs or device.type != "cuda":
-        return Leaving
-    from megatron_rl.platform.reserved import CudaDriver, reserving
+        return OffloadableTensors
+    from megatron_rl.platform.reserved import CudaDriver, reserved_memory
 
-    return reserving(CudaDriver(device))
+    return reserved_memory(CudaDriver(device))
 
 
 def warn_of_range(served: ServedEnvironment, metrics: Mapping[str, float]) -> None:

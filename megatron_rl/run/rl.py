@@ -62,7 +62,7 @@ from megatron_rl.trainer.parity import ParityGate
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
+from megatron_rl.trainer.teacher import DistillationAdvantage, Teacher
 from megatron_rl.trainer.update import TrainOutcome, Updates
 from megatron_rl.types import Task
 
@@ -113,7 +113,7 @@ class RLRun(TrainingRun):
             return {}
         with self.phases.update(), self.timer.phase("parity"):
             report = self.parity.check(updates, rewards)
-            return None if self.parity.act_on(report) else self.parity.logged(step, report)
+            return None if self.parity.act_on(report) else self.parity.step_metrics(step, report)
 
     def step_metrics(self, rollouts: StepRollouts, rewards: StepRewards, outcome: TrainOutcome) -> dict[str, float]:
         """Collect the metrics of a finished step; its rollouts count from now on. Collective."""
@@ -152,7 +152,7 @@ def build(base: Run) -> RLRun:
     evaluates = config.training.eval_interval is not None
     scorer = build_scorer(config, policy, groups, BalanceLosses.of(config, policy.device))
     advantage, objective = advantage_of(config), PolicyObjective.of(config)
-    is_exact = draws_exactly(config, policy.device, base.environments.harnesses)
+    is_exact = rollout_is_exact(config, policy.device, base.environments.harnesses)
     if is_exact:
         objective = replace(objective, correction=CORRECTIONS.get("none")())
         logger.info("--batch-invariant-mode: no correction, and rollouts' log-probs are the old log-probs")
@@ -174,7 +174,7 @@ def build(base: Run) -> RLRun:
             reference=start.reference,
             teacher=teacher,
             critic=_critic(base, start.critic),
-            draws_exactly=is_exact,
+            rollout_is_exact=is_exact,
         ),
         parity=_parity_gate(base, scorer, engine, is_exact),
         evaluator=build_evaluator(base, rollouter) if evaluates else None,
@@ -182,7 +182,7 @@ def build(base: Run) -> RLRun:
     )  # fmt: skip
 
 
-def draws_exactly(config: RLConfig, device: torch.device, harnesses: Collection[str]) -> bool:
+def rollout_is_exact(config: RLConfig, device: torch.device, harnesses: Collection[str]) -> bool:
     """Return whether `--batch-invariant-mode` makes the log-probs of rollouts those of the trainer, to the bit.
 
     Not those of older weights, and not in calls of ``harnesses``, which may have a temperature of their own.
@@ -257,7 +257,7 @@ def build_advantage(config: RLConfig) -> Function:
     if not config.wants_teacher:
         return advantage
     weight = teacher.rl_teacher_weight if teacher.rl_teacher_as == "advantage" else 0.0
-    return TaughtAdvantage(of_rewards=advantage, weight=weight, reward_weight=teacher.rl_reward_weight)
+    return DistillationAdvantage(of_rewards=advantage, weight=weight, reward_weight=teacher.rl_reward_weight)
 
 
 def _critic(base: Run, critic: Optimization | None) -> Critic | None:

@@ -175,7 +175,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], TrainOutcome | None]) 
             result = take_step(run, progress.step + 1)
         if result is None:
             return _stop(run)
-        book(run, result)
+        record_updates(run, result)
         best = False
         if run.evaluator is not None and run.is_due(run.config.training.eval_interval):
             with run.timer.phase("eval"), finished_steps_kept(run):
@@ -194,12 +194,12 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], TrainOutcome | None]) 
     return "finished"
 
 
-def book(run: TrainingRun, result: TrainOutcome) -> None:
+def record_updates(run: TrainingRun, result: TrainOutcome) -> None:
     """Count a finished step."""
     progress = run.progress
     progress.step += 1
     for optimization in filter(None, (run.optimization, run.critic)):
-        optimization.schedule.go_to(progress.step)
+        optimization.schedule.set_step(progress.step)
     progress.tokens += result.tokens
     gap = result.metrics.get("training/rollout_logprob_gap_max", 0.0)
     progress.logprob_gap_max = max(progress.logprob_gap_max, gap)

@@ -1,4 +1,4 @@
-"""Samples to packed micro-batches, balanced over the data-parallel ranks."""
+"""Pack samples into micro-batches, balanced over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from megatron_rl.trainer.packing import balance, collate, pack, prompt_of, promp
 logger = logging.getLogger(__name__)
 
 _NOTHING = torch.zeros(2, dtype=torch.int64)
-_NOBODYS = Sample(
+_DUMMY_SAMPLE = Sample(
     token_ids=_NOTHING, loss_mask=_NOTHING > 0, inference_logprobs=_NOTHING.float(), versions=_NOTHING, sample_id=-1
 )
-"""What a rank without samples runs through the experts that it shares."""
+"""Run by an expert-parallel rank without samples, so that its collectives match."""
 _DTYPES = (torch.int64, torch.float32, torch.bool, torch.uint8, torch.int16)
-"""Of the fields of a sample."""
+"""Dtypes of sample fields, for their exchange."""
 
 
 @dataclass
 class BatchBuilder:
-    """Splits a step's samples into updates, gives every rank about the same tokens, and packs."""
+    """Splits a step's samples into updates, balances tokens over ranks, and packs micro-batches."""
 
     bin_tokens: int
     round_to: int
-    """Tokens of a micro-batch are a multiple of it."""
+    """A micro-batch's tokens are padded to a multiple of it."""
     device: torch.device
     groups: ParallelGroups
     stages: Stages = ONE_STAGE
     shares_prompts: bool = False
-    """Tokens that several samples begin with are computed once a micro-batch."""
+    """Compute the common prefix of samples once per micro-batch."""
     warned: bool = False
-    """That updates are small: once in a launch, because every step's metrics have it."""
+    """Whether it has warned of small updates, once per launch."""
 
     def updates(self, samples: Sequence[Sample], batch_size: int, seed: int) -> list[list[TokenBatch]]:
-        """Return micro-batches of each optimizer update of one pass over a step's samples; collective.
+        """Return the micro-batches of each optimizer update of one pass over a step's samples; collective.
 
-        As few updates as hold all samples of the job with at most ``batch_size`` each, equal to one sample: 100 samples
-        and a ``batch_size`` of 64 are two updates of 50, because 64 and 36 would be one noisier step of the same size.
-        No samples are no update: an empty one would still move the weights by momentum and weight decay.
+        Uses the fewest updates of at most ``batch_size`` samples, equal in size to one sample: 100 samples with a
+        ``batch_size`` of 64 are two updates of 50, because 64 and 36 would include a noisier step of the same size.
+        Without samples there is no update: an empty one would still move the weights by momentum and weight decay.
 
-        A sample counts once, and all its sequences are in one update, there perhaps in several micro-batches and on
-        several ranks. Samples are shuffled by ``seed``, then their sequences are balanced by tokens over the training
-        replicas and exchanged, so a rank trains on samples it did not generate.
+        A sample counts once, and all its sequences are in one update, possibly in several micro-batches and ranks.
+        Samples are shuffled by ``seed``; their sequences are balanced by tokens over the training replicas and
+        exchanged, so a rank trains on samples that others generated.
         """
         local = torch.tensor([(*_key(s), s.length, *self._prompt(s)) for s in samples], dtype=torch.int64).view(-1)
         table = sorted(torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 5).tolist())
@@ -81,11 +81,12 @@ class BatchBuilder:
         return [self.pack(part, seed + update) for update, part in enumerate(parts)]
 
     def pack(self, samples: Sequence[Sample], seed: int) -> list[TokenBatch]:
-        """Pack into best-fit bins of at most ``bin_tokens`` tokens, in shuffled order; collective with shared experts.
+        """Pack into best-fit bins of at most ``bin_tokens`` tokens, in shuffled order; collective with expert
+        parallelism.
 
-        Pipeline stages must know the size of what they receive: bins are filled up to the fullest, which is little.
-        There are more of them, without loss, for interleaved stages, which want a multiple of their number, and for
-        ranks that share experts, of which none may stay away from a pass.
+        Pipeline stages need one size, so bins are padded to the fullest, which is little. Bins without loss are added
+        for interleaved stages, which need a multiple of their number, and for expert-parallel ranks, which need equal
+        numbers.
         """
         pieces, costs = self._pieces([(sample.length, self._prompt(sample)) for sample in samples])
         bins = pack(costs, self.bin_tokens, seed)
@@ -100,12 +101,12 @@ class BatchBuilder:
         if self.groups.shares_experts:
             count = int(max_over({"batches": count}, self.groups.lockstep_group)["batches"])
         if count > len(batches):
-            idle = batches[0] if batches else self._collated([_NOBODYS], size)
+            idle = batches[0] if batches else self._collated([_DUMMY_SAMPLE], size)
             batches += [without_loss(idle)] * (count - len(batches))
         return batches
 
     def _collated(self, samples: Sequence[Sample], round_to: int) -> TokenBatch:
-        """With this rank's share of it, where context-parallel ranks have one each."""
+        """Collate samples; with context parallelism or shared prompts including this rank's share."""
         group = self.groups.context_group
         if self.shares_prompts:  # in the order of their tokens, where most have much in common with the one before
             samples = sorted(samples, key=lambda sample: sample.token_ids.tolist())
@@ -126,7 +127,7 @@ class BatchBuilder:
     def _pieces(
         self, samples: Sequence[tuple[int, tuple[int, int]]], ranks: int = 1
     ) -> tuple[list[list[int]], list[int]]:
-        """Sets of samples, of which length and prompt are given, that one rank should have, and what each costs."""
+        """Return sets of samples, given as (length, prompt), to keep on one rank, and the tokens of each set."""
         lengths = [length for length, _ in samples]
         if not self.shares_prompts:
             return [[index] for index in range(len(samples))], lengths
@@ -148,20 +149,19 @@ def exchange_samples(
     local: Sequence[Sample], destination: Sequence[int], rollout_group: dist.ProcessGroup | None,
     device: torch.device | str = "cpu", copies: int = 1,
 ) -> list[Sample]:  # fmt: skip
-    """Sends each sample to a training replica and returns those sent here. All ranks of the group must call this.
+    """Send each sample to a training replica and return those received; collective over the group.
 
-    Flat tensors, straight from the rank that has a sample to the one that trains on it: two all-to-alls, how much, and
-    the fields. Nothing is pickled and nobody receives what it does not need.
+    Flat tensors travel directly between ranks in two all-to-alls, sizes and fields. Nothing is pickled.
 
     Args:
         local: this rank's samples, on the CPU; may be empty.
-        destination: for each of them, the number of a replica.
-        rollout_group: the ranks that have samples, and train on them; None is all ranks.
-        device: where the tensors travel: the CPU for gloo, this rank's GPU for nccl.
-        copies: ranks of a replica, neighbours in the group: each gets all of its samples.
+        destination: the replica of each sample.
+        rollout_group: ranks that have samples and train on them; None is all ranks.
+        device: device of the exchange: the CPU for gloo, this rank's GPU for nccl.
+        copies: ranks per replica, consecutive in the group; each receives all samples of its replica.
 
     Returns:
-        This rank's samples, on the CPU, in the order of ``sample_id`` and ``sequence``.
+        This rank's samples, on the CPU, ordered by ``sample_id`` and ``sequence``.
     """
     num_ranks = dist.get_world_size(rollout_group)
     if num_ranks == 1:  # nothing travels
@@ -181,12 +181,12 @@ def exchange_samples(
 
 
 def _key(sample: Sample) -> tuple[int, int]:
-    """Unique in the step."""
+    """Return a key that is unique in the step."""
     return sample.sample_id, sample.sequence
 
 
 def _flat(sample: Sample) -> Tensor:
-    """Rows, the other two dimensions and the dtype of each field, then all fields as bytes, filled up to 8: int64."""
+    """Serialise to int64: rows, two dimensions and dtype of each field, then all fields as bytes, padded to 8."""
     header, parts = [], []
     for name, kind in SAMPLE_FIELDS.items():
         value = getattr(sample, name)
@@ -198,7 +198,7 @@ def _flat(sample: Sample) -> Tensor:
 
 
 def _samples(flat: Tensor) -> Iterator[Sample]:
-    """The inverse of ``_flat``, for any number of samples."""
+    """Invert ``_flat``, for any number of samples."""
     while flat.numel():
         header = flat[: 4 * len(SAMPLE_FIELDS)].view(-1, 4).tolist()
         sizes = [math.prod(shape) * _DTYPES[number].itemsize for *shape, number in header]

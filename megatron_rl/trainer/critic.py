@@ -1,7 +1,7 @@
-"""The critic in a step: values before the updates, its own updates, and advantages of mean 0.
+"""The critic in a step: values before the updates, its own updates, and whitened advantages.
 
-On ``P0 P1 A0 E`` the model's output at a token is what is to be expected after it; a value sits where a log-prob does,
-at the token that is drawn next::
+On ``P0 P1 A0 E`` the model's output at a token predicts the return after it; like a log-prob, a value is stored at the
+next token::
 
     output at            P0        P1        A0       E
     value of token       P1        A0        E        (end of the sequence)
@@ -24,32 +24,32 @@ from megatron_rl.trainer.update import Updates
 
 
 class ValueScorer(PackedForward):
-    """The critic's view of packed batches."""
+    """Computes the critic's values of packed batches."""
 
     def after(self, output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Return what is expected after each token, [T] fp32; ``output`` [W, 1] is that of `forward`."""
+        """Return the expected return after each token, [T] fp32; ``output`` [W, 1] is that of `forward`."""
         values = output[:, 0]
         return values if batch.packing.share is None else batch.packing.share.whole(values, self.groups.context_group)
 
     @torch.no_grad()
     def all_after(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `after` of each batch, without gradient; on every stage, collective over them."""
+        """Return `after` of each batch, without gradient; collective over pipeline stages, returned on each."""
         return self._shared(self._read_all(batches, self.forward, self.after), batches, torch.float32)
 
 
 def before(after: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return what was expected before each token, [T], 0 at the first one of a sequence."""
+    """Return the expected return before each token, [T]; 0 at the first one of a sequence."""
     return torch.where(batch.packing.position_ids > 0, after.roll(1), 0.0)
 
 
 def value_loss(values: torch.Tensor, batch: TokenBatch, clip_range: float) -> MicroLoss:
     """Return ``0.5 max((V - R)^2, (V_clipped - R)^2)``, V_clipped within ``clip_range`` of the value before the step.
 
-    The value loss of PPO (arXiv 1707.06347, as in its published code); the denominator is the loss tokens. ``values``
-    [T], with the gradient, are of a batch that has old values and returns.
+    PPO's value loss (arXiv 1707.06347, as in its published code), divided by the loss tokens. ``values`` [T] have
+    gradients; the batch has old values and returns.
     """
     in_loss = batch.in_loss
-    # Masked first: what lies there may be NaN, which a factor of 0 would not keep out of the gradient.
+    # Masked first: masked values may be NaN, whose gradient a factor of 0 would not remove.
     new, old, target = (torch.where(in_loss, each, 0.0) for each in (values, batch.values, batch.critic.returns))
     plain = (new - target).square()
     clipped = (old + (new - old).clamp(-clip_range, clip_range) - target).square()
@@ -72,15 +72,15 @@ class Critic:
     clip_range: float
 
     def with_values(self, updates: Updates) -> Updates:
-        """Return the batches with values of the critic as it is now; collective."""
-        # With --overlap-param-gather the first forward pass would wait for the ranks that have no batch.
+        """Return the batches with the critic's current values; collective."""
+        # With --overlap-param-gather the first forward pass would wait for ranks without batches.
         self.optimization.gather_parameters()
         return [
             [_with_values(*each) for each in zip(part, self.scorer.all_after(part), strict=True)] for part in updates
         ]
 
     def update(self, updates: Updates) -> tuple[dict[str, float], list[UpdateOutcome]]:
-        """Take one optimizer step for each of ``updates``; collective. Metrics under verl's names, and the outcomes."""
+        """Take one optimizer step per update; collective. Return metrics under verl's names, and the outcomes."""
         outcomes, totals = self.scorer.update(self.optimization, updates, self._loss)
         tokens = max(float(totals.pop("tokens")), 1.0)
         metrics = {name: float(total) / tokens for name, total in totals.items()}
@@ -100,7 +100,7 @@ def _with_values(batch: TokenBatch, after: torch.Tensor) -> TokenBatch:
     return replace(batch, critic=CriticValues(before(after, batch), ends))
 
 
-def whitened(updates: Updates, groups: ParallelGroups, device: torch.device, epsilon: float) -> Updates:
+def whiten(updates: Updates, groups: ParallelGroups, device: torch.device, epsilon: float) -> Updates:
     """Normalise advantages by their mean and std (ddof 1) + ``epsilon`` over the step's loss tokens; collective."""
     rows = [_moments(batch.in_loss, batch.advantages) for part in updates for batch in part]
     sums = sum(rows, torch.zeros(3, dtype=torch.float64, device=device))
@@ -117,10 +117,10 @@ def whitened(updates: Updates, groups: ParallelGroups, device: torch.device, eps
 
 
 def value_metrics(updates: Updates, groups: ParallelGroups, device: torch.device) -> dict[str, float]:
-    """Measure the critic before its updates, over the step's loss tokens; collective.
+    """Return metrics of the critic before its updates, over the step's loss tokens; collective.
 
-    The explained variance is 1 - var(R - V) / var(R): 1 of a perfect critic, 0 of one that says the mean, below of a
-    worse one; also 0 where all returns are equal.
+    The explained variance is 1 - var(R - V) / var(R): 1 for a perfect critic, 0 for a constant one, negative for a
+    worse one; 0 if all returns are equal.
     """
     rows = [
         torch.cat([_moments(b.in_loss, b.critic.returns), _moments(b.in_loss, b.critic.returns - b.values)])
@@ -140,6 +140,6 @@ def value_metrics(updates: Updates, groups: ParallelGroups, device: torch.device
 
 
 def _moments(in_loss: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Number, sum and sum of squares of the values in the loss, [3] fp64."""
+    """Return number, sum and sum of squares of the values in the loss, [3] fp64."""
     known = torch.where(in_loss, values, 0.0).double()
     return torch.stack([in_loss.sum().double(), known.sum(), known.square().sum()])

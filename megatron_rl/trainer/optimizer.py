@@ -16,12 +16,12 @@ from torch.nn.utils import clip_grads_with_norm_
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.trainer.precision_aware import with_precision_aware
+from megatron_rl.trainer.precision_aware import PrecisionAwareAdamW
 
 _AT_ONCE = 2**24
-"""Numbers that are worked on at a time, for the sake of memory."""
+"""Elements processed at a time, to limit memory."""
 _GOLDEN = -1640531527
-"""2^32 divided by the golden ratio, as int32: multiples of it are spread evenly over the integers."""
+"""2^32 divided by the golden ratio, as int32: its multiples are evenly spread over the integers."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class UpdateOutcome:
     """The result of one optimizer step, equal on all ranks."""
 
     applied: bool
-    """False when the gradient was not finite, or there was none: parameters and momenta are untouched."""
+    """False if the gradient was zero or not finite: parameters and moments are unchanged."""
     grad_norm: float
     """Before clipping."""
     num_zeros: float | None
@@ -37,38 +37,38 @@ class UpdateOutcome:
 
     @property
     def is_empty(self) -> bool:
-        """The gradient was 0: the correction rejected every token, for example."""
+        """True if the gradient was 0, for example because the correction rejected every token."""
         return not self.applied and self.grad_norm == 0
 
     @property
     def skipped(self) -> bool:
-        """The gradient was not finite."""
+        """True if the gradient was not finite."""
         return not self.applied and not self.is_empty
 
 
 class Optimization:
-    """The wrapped model, its optimizer and its schedule; owns the order of their calls."""
+    """The DDP-wrapped model, its optimizer and its schedule, called in the right order."""
 
     def __init__(self, policy: PolicyModel, config: RLConfig, copies: RolloutQuantization | None = None) -> None:
-        """``copies`` of the weights hear of every applied update."""
+        """``copies``: quantised copies, notified of every applied update."""
         self.policy = policy
         self._copies = copies
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
         self._empty_cache_level = config.training.empty_unused_memory_level
         if policy.fp8_weights is not None:
-            policy.fp8_weights.put_in()
+            policy.fp8_weights.quantize()
         self.wrapped = _wrap(policy, config)
-        """One for each of the policy's chunks, in their order."""
+        """One per chunk of the policy, in order."""
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
         if policy.fp8_weights is not None:
-            policy.fp8_weights.trained_by(self.optimizer)
+            policy.fp8_weights.set_optimizer(self.optimizer)
         self._dithers = config.precision.dither_main_params
         self._dither()
         self.schedule = Schedule(self.optimizer, config)
-        """Whoever counts the steps moves it on."""
+        """Advanced by the training loop."""
         self.updates_begun = 0
-        """Times that this process has begun to write an update into the weights."""
+        """Number of updates that this process has started to write into the weights."""
         settings = policy.config
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self.optimizer.scale_loss
@@ -78,11 +78,11 @@ class Optimization:
             if len(no_sync) > 1:
                 settings.grad_sync_func = [chunk.start_grad_sync for chunk in self.wrapped]
 
-    def start_again(self) -> None:
-        """Make the main parameters anew from the model's, as at the beginning."""
+    def reload_main_parameters(self) -> None:
+        """Recreate the main parameters from the model's, as at the start."""
         self.optimizer.reload_model_params()
         if self.policy.fp8_weights is not None:
-            self.policy.fp8_weights.begin_main_parameters()
+            self.policy.fp8_weights.init_main_parameters()
         self._dither()
 
     def _dither(self) -> None:
@@ -96,17 +96,16 @@ class Optimization:
         self.optimizer.zero_grad()
 
     def release_memory(self, level: int) -> None:
-        """Return cached device memory if `--empty-unused-memory-level` is at least ``level``."""
+        """Free cached device memory if `--empty-unused-memory-level` is at least ``level``."""
         if self._empty_cache_level >= level and self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.no_grad()
     def step(self) -> UpdateOutcome:
-        """Clip and apply the reduced gradients, unless they are not finite or all 0.
+        """Clip and apply the reduced gradients, unless they are all 0 or not finite.
 
-        Megatron's own ``step`` would clip by a NaN norm and write NaN into every parameter. Without any gradient weight
-        decay and momentum would still move them.
-        The norm is reduced over all ranks, so all ranks decide alike.
+        Megatron's ``step`` would clip by a NaN norm and write NaN into every parameter; with zero gradients weight
+        decay and momentum would still move them. The norm is reduced over all ranks, so all ranks decide alike.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         found_inf = self.optimizer.prepare_grads()
@@ -124,21 +123,21 @@ class Optimization:
         return UpdateOutcome(bool(applied), norm, zeros, learning_rate)
 
     def gather_parameters(self) -> None:
-        """Make every rank hold the weights of the last update; collective.
+        """Wait until every rank has the weights of the last update; collective.
 
-        With `--overlap-param-gather` they are on their way until the next forward pass: whoever reads
-        parameters in between, a checkpoint for example, would read old ones.
+        With `--overlap-param-gather` they arrive during the next forward pass: reading parameters earlier, for a
+        checkpoint for example, would give old ones.
         """
         for chunk in self.wrapped:
             if chunk.use_forward_hook:
                 chunk.start_param_sync(force_sync=True)
 
-    def join_reduction(self) -> None:
-        """Make the collectives of the others' forward and backward passes, without samples: zero gradients, and a
-        denominator of zero. Each of them in the order in which the others come to it.
+    def reduce_without_samples(self) -> None:
+        """Run the collectives of forward and backward passes without samples, in the same order as the other ranks:
+        zero gradients, denominator zero.
         """
         for chunk in self.wrapped:
-            # The others gather the parameters of the update before as they go forward: last bucket first.
+            # In forward passes the other ranks gather the parameters of the last update: last bucket first.
             for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups) if chunk.use_forward_hook else ():
                 for bucket_group in reversed(groups):
                     bucket_group.finish_param_sync()
@@ -149,17 +148,17 @@ class Optimization:
 
 
 class Schedule:
-    """The learning rate of each step: all updates of a step run at the same one.
+    """The learning rate of each step, the same for all its updates.
 
-    Counted in steps, it ends when the run does, however many updates a step makes. Of 4 warm-up steps to 1.0 the
-    first runs at 0.25 and the fourth at 1.0. Megatron's own first step would run at `--lr-warmup-init`, 0 by
-    default: a step without effect.
+    Counted in steps, so that it ends with the run, however many updates a step has. With 4 warm-up steps to 1.0 the
+    first runs at 0.25 and the fourth at 1.0. Megatron's own first step would run at `--lr-warmup-init`, by default 0: a
+    wasted step.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, config: RLConfig) -> None:
         schedule, peak, warmup = config.schedule, config.optimizer.lr, config.lr_warmup_steps
-        # Megatron's rate at step n is sqrt(warm-up / n), of the number itself and not of the part of the decay that is
-        # over: the shift by one that keeps the first step from being lost would make it sqrt((warm-up - 1) / (n - 1)).
+        # Megatron's inverse square root uses the step number n itself, sqrt(warm-up / n): shifting it by one, as below,
+        # would make it sqrt((warm-up - 1) / (n - 1)).
         self._first = 1 if schedule.lr_decay_style == "inverse-square-root" else 0
         after_one_step = schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) / max(warmup, 1)
         self._megatron = OptimizerParamScheduler(
@@ -170,10 +169,10 @@ class Schedule:
             wd_incr_steps=config.lr_decay_steps, wd_incr_style="constant",
             wsd_decay_steps=config.lr_wsd_decay_steps or None, lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         )  # fmt: skip
-        self.go_to(finished_steps=0)
+        self.set_step(finished_steps=0)
 
-    def go_to(self, finished_steps: int) -> None:
-        """Set the rate of the step after ``finished_steps`` ones; it depends on nothing else."""
+    def set_step(self, finished_steps: int) -> None:
+        """Set the rate of the step after ``finished_steps`` steps."""
         self._megatron.num_steps = self._first + finished_steps
         self._megatron.step(increment=0)
 
@@ -190,7 +189,7 @@ def _wrap(policy: PolicyModel, config: RLConfig) -> list[DistributedDataParallel
         average_in_collective=False,
     )
     return [
-        # Of several chunks only the first one's reduction has to begin before its backward pass is over.
+        # Of several chunks only the first must start its reduction before its backward pass is over.
         DistributedDataParallel(policy.config, settings, gpt, disable_bucketing=index > 0)
         for index, gpt in enumerate(policy.chunks)
     ]
@@ -210,10 +209,11 @@ def _build_optimizer(wrapped: list[DistributedDataParallel], config: RLConfig, d
     built = get_megatron_optimizer(settings, wrapped)
     dtypes = {"exp_avg": config.precision.exp_avg_dtype, "exp_avg_sq": config.precision.exp_avg_sq_dtype}
     if set(dtypes.values()) != {"fp32"}:
-        with_precision_aware(built.chained_optimizers, dtypes)
+        for part in (part for part in built.chained_optimizers if part.optimizer is not None):
+            part.optimizer = PrecisionAwareAdamW(part.optimizer.param_groups, dtypes)
     for part in built.chained_optimizers:
-        # Without Apex and Transformer Engine it is torch's Adam, a dozen calls a parameter. On a GPU it would take all
-        # parameters at once instead, and 4 bytes for each of them that nobody has reckoned with.
+        # Without Apex and Transformer Engine it is torch's Adam, a dozen calls per parameter. Its default on a GPU,
+        # foreach, needs 4 more bytes per parameter, which the memory estimate does not include.
         for group in part.optimizer.param_groups if isinstance(part.optimizer, torch.optim.AdamW) else ():
             group["fused"] = True
     return built
@@ -221,14 +221,14 @@ def _build_optimizer(wrapped: list[DistributedDataParallel], config: RLConfig, d
 
 @torch.no_grad()
 def dither_main_parameters(parameters: Iterable[Tensor]) -> None:
-    """Move the fp32 copy of each bf16 parameter, where this rank has one, within what rounds to the parameter.
+    """Move the fp32 copy of each bf16 parameter on this rank within the interval that rounds to the parameter.
 
-    A weight that was loaded in bf16 stands in the middle of the numbers that round to it. An update of a thousandth of
-    it changes its fp32 copy and not the weight that is trained and rolled out, until such updates add up: 3 steps at
-    a rate of 2e-5, 60 at 1e-6. From a place anywhere among these numbers, one weight in so many changes at the first
-    step, and the mean change of the weights is the update: dithering, as before a quantiser in signal processing.
+    A weight loaded in bf16 starts in the middle of its interval. Updates of a thousandth of it change only the fp32
+    copy until they add up: after 3 steps at a learning rate of 2e-5, 60 at 1e-6. From random positions some weights
+    change at the first step, and the mean change equals the update: dithering, as before a quantiser in signal
+    processing.
 
-    The place is a hash of the weight's own bits, so every layout and rank has the same one.
+    The position is a hash of the weight's bits, equal on every layout and rank.
     """
     for parameter in parameters:
         main = getattr(parameter, "main_param", None)
@@ -238,7 +238,7 @@ def dither_main_parameters(parameters: Iterable[Tensor]) -> None:
 
 
 def dithered(weights: Tensor) -> Tensor:
-    """Return fp32 numbers that round to ``weights``, [...] bf16: one of each weight's interval, chosen by its bits."""
+    """Return fp32 numbers that round to ``weights``, [...] bf16, at pseudo-random positions in their intervals."""
     exact = weights.float()
     place = (weights.view(torch.int16).int() * _GOLDEN).float() / 2**32  # -0.5 to 0.5
     step = torch.frexp(exact).exponent - 8  # a bf16 number has 8 bits of significand

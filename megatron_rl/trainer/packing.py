@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch, which data-parallel rank trains on which, and how they are laid end to end."""
+"""Assign samples to micro-batches and data-parallel ranks, and concatenate them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_rl.errors import ConfigError, TrainingError
 def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
     """Return the data-parallel rank of each sample, with about the same number of tokens on all ranks.
 
-    Longest first, each sample goes to the rank with the fewest tokens so far (LPT: Graham, 1969). Ranks within one per
-    cent of a rank's share count as equal, and of those the one with the fewest samples takes it. Of 4,096 log-normal
-    lengths on 64 ranks the fullest has 0.4 % above its share, and all have 63 to 65 samples. All ranks agree.
+    Longest first, each sample goes to the rank with the fewest tokens so far (LPT: Graham, 1969). Ranks within 1 % of a
+    rank's share count as equal; among them the one with the fewest samples gets it. Of 4,096 log-normal lengths on 64
+    ranks the fullest rank is 0.4 % above its share, and all have 63 to 65 samples. Deterministic on all ranks.
 
     Returns:
         One rank per sample, in the order of ``lengths``; every rank occurs if there are enough samples.
@@ -39,13 +39,13 @@ def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]]:
-    """Pack best-fit decreasing: each sample, longest first, goes into the fullest bin that has room for it.
+    """Pack best-fit decreasing: each sample, longest first, goes into the fullest bin with room for it.
 
-    Guarantees at most 11/9 of the optimal number of bins plus 4 (Johnson, 1974); with hundreds of log-normal lengths
-    bins are 98 to 99.9 % full. Their order is shuffled by ``seed``: else all long samples would come first.
+    Needs at most 11/9 of the optimal number of bins plus 4 (Johnson, 1974); with hundreds of log-normal lengths bins
+    are 98 to 99.9 % full. Bins are shuffled by ``seed``: otherwise all long samples would come first.
 
     Returns:
-        Bins of at most ``capacity`` tokens, indices into ``lengths``; every index once, none empty.
+        Bins of at most ``capacity`` tokens as indices into ``lengths``; every index once, no empty bin.
 
     Raises:
         ConfigError: a sample is longer than a bin (names the first one).
@@ -74,16 +74,15 @@ def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]
 def prompt_pieces(
     lengths: Sequence[int], prompts: Sequence[tuple[int, int]], capacity: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Sets of samples that share their prompt, as many of one as fit ``capacity`` when it is computed once.
+    """Group samples with a common prompt: as many as fit ``capacity`` if the prompt is computed once.
 
     Args:
         lengths: tokens of each sample.
-        prompts: of each sample, what tells its prompt from others, and how many of its tokens can be shared.
+        prompts: (key, sharable tokens) of each sample's prompt.
         capacity: tokens.
 
     Returns:
-        Indices into ``lengths``, every one once; and the tokens that each set costs, at most ``capacity`` unless a
-        sample alone has more.
+        Indices into ``lengths``, each once; and the tokens of each set, at most ``capacity`` except for single samples.
     """
     pieces: list[list[int]] = []
     costs: list[int] = []
@@ -101,19 +100,17 @@ def prompt_pieces(
 
 
 def prompt_of(sample: Sample) -> tuple[int, int]:
-    """Return the key of a sample's prompt, and how many of its tokens may be computed once.
-
-    All but its last token, at which the first token of the answer is predicted.
-    """
+    """Return the key of a sample's prompt, and its number of sharable tokens: all but the last."""
     count = max(int(sample.loss_mask.long().argmax()) - 1, 0)
     digest = hashlib.blake2b(sample.token_ids[:count].numpy().tobytes(), digest_size=7).digest()
     return int.from_bytes(digest, "big"), count
 
 
 def skipped_tokens(samples: Sequence[Sample]) -> list[int]:
-    """Count the first tokens of each sample that the one before it has too, and whose next token is the same.
+    """Count the first tokens of each sample that need no computation: they and their next token equal the previous
+    sample's.
 
-    Tokens that were recorded with other experts are not the same.
+    Tokens with other recorded experts differ.
     """
     skipped = [0]
     for before, sample in itertools.pairwise(samples):
@@ -129,18 +126,18 @@ def skipped_tokens(samples: Sequence[Sample]) -> list[int]:
 def collate(
     samples: Sequence[Sample], device: torch.device | str, round_to: int = 1, skipped: Sequence[int] = ()
 ) -> TokenBatch:
-    """Lays the samples end to end, in their order, and moves them to the device once; `TokenBatch` has an example.
+    """Concatenate the samples in order and move them to the device once; see the example of `TokenBatch`.
 
     Args:
         samples: at least one, on the CPU.
-        device: where the tensors of the batch go.
-        skipped: of each sample, the tokens that do not run through the model; T then is the number of those that do.
-        round_to: T becomes a multiple of this (tensor-parallel size, the longest micro-batch of a pipeline) by dummy
-            sequences, none of them longer than the samples; they are the last of ``lengths`` and ``cu_seqlens`` and
-            have no entry in ``samples.sample_id``. Any token does: no other token sees it.
+        device: of the batch's tensors.
+        round_to: pad T to a multiple of this (tensor-parallel size, longest micro-batch of a pipeline) by dummy
+            sequences no longer than the samples; they are last in ``lengths`` and ``cu_seqlens`` and have no entry in
+            ``samples.sample_id``.
+        skipped: tokens of each sample that do not run through the model; T is the number of the others.
 
     Raises:
-        TrainingError: a sample without a prompt: its first token has no log-prob, nothing precedes it.
+        TrainingError: a sample without a prompt: its first token has no log-prob.
     """
     for sample in samples:
         if sample.loss_mask[0]:
@@ -149,7 +146,8 @@ def collate(
             )
     own = tuple(sample.length for sample in samples)
     padding = (sum(skipped) - sum(own)) % round_to
-    lengths = own + _dummies(padding, max(own))
+    whole, rest = divmod(padding, max(own))
+    lengths = (*own, *[max(own)] * whole, *([rest] if rest else []))
     laid = _end_to_end(samples, padding, len(lengths) - len(own))
     per_sequence = torch.tensor(lengths)
     cu_seqlens = torch.nn.functional.pad(per_sequence.cumsum(0), (1, 0))
@@ -175,7 +173,7 @@ def _moved(record: Any, device: torch.device | str) -> Any:
 
 
 def _end_to_end(samples: Sequence[Sample], padding: int, dummies: int) -> Sample:
-    """The fields of all as `Kind` has them, with ``padding`` tokens of ``dummies`` sequences."""
+    """Concatenate each field as specified by its `Kind`, with ``padding`` tokens in ``dummies`` sequences."""
     laid: dict[str, Any] = {}
     for name, kind in SAMPLE_FIELDS.items():
         values = [getattr(sample, name) for sample in samples]
@@ -189,13 +187,8 @@ def _end_to_end(samples: Sequence[Sample], padding: int, dummies: int) -> Sample
     return Sample(**laid)
 
 
-def _dummies(padding: int, longest: int) -> tuple[int, ...]:
-    whole, rest = divmod(padding, longest)
-    return (longest,) * whole + ((rest,) if rest else ())
-
-
 def without_loss(batch: TokenBatch) -> TokenBatch:
-    """Return a batch of its size that changes nothing."""
+    """Return a batch of the same size without effect on the loss."""
     nothing = torch.zeros_like(batch.loss_mask)
     samples = replace(batch.samples, sample_id=(), tokens_elsewhere=torch.zeros_like(batch.samples.tokens_elsewhere))
     return replace(batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, samples=samples)

@@ -1,18 +1,18 @@
-"""The parity gate: do trainer and rollout still talk about the same policy?
+"""The parity gate: do trainer and rollout engine compute the same policy?
 
-Before the first update, the samples of a rollout are scored three times by what is at hand:
+Before the first update the samples of a rollout are scored with the same weights:
 
     engine's log-probs ◄── mismatch ──► trainer's forward pass
             ▲                                  ▲
             └── emulation ──► trainer's forward pass on freshly quantised weights ──┘ top-1 agreement
-                              and keys and values rounded as the KV cache has them
+                              and keys and values rounded as in the KV cache
                               and latent attention absorbed as in decode steps
 
-The mismatch is what a correction has to undo, and what quantisation costs. Where the kernels of both round alike (fp32
-on a CPU) the emulation gap must be next to nothing whatever the recipe: if it is not, the engine ran another format or
-other weights. In bf16 a last bit moves activations over the borders between codes, layer after layer: there the gap
-need only be no larger than the mismatch. Whether copies are stale is compared to the bit, everywhere.
-The absorption gap is between two passes of the trainer, whole heads and absorbed: absorption's part of the mismatch.
+The mismatch is what a correction must undo: the cost of quantisation. If engine and trainer round alike (fp32 on a
+CPU), the emulation gap must be almost zero for any recipe; otherwise the engine used another format or other weights.
+In bf16 the last bit moves activations between codes, layer after layer, so there the gap may be as large as the
+mismatch. Stale copies are detected exactly. The absorption gap compares two passes of the trainer, with expanded heads
+and absorbed: absorption's part of the mismatch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_rl.errors import TrainingError
 from megatron_rl.platform.collectives import gather_json
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.update import Sums, reduced
+from megatron_rl.trainer.update import Sums, reduce_sums
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ _MEASURES = {
     "parity/max": "training/rollout_logprob_gap_max",
     "parity/k3_kl": "rollout_corr/k3_kl",
 }
-"""Under which name the mismatch has them."""
+"""Names of the mismatch metrics."""
 
 _Inside = Callable[[], AbstractContextManager[None]]
 _Scored = tuple[torch.Tensor, torch.Tensor]
-"""Log-probs of a batch, and its top tokens."""
+"""Log-probs of a batch, and its likeliest tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class ParityReport:
     """The outcome of one check; equal on all ranks."""
 
     recipe: str
-    """And what is stored in the KV cache, if that has fewer bits."""
+    """Recipe, and the KV cache format if it is narrower."""
     tokens: int
     metrics: dict[str, float]
     problems: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Write the lines for the log."""
+        """Return the lines for the log."""
         m = self.metrics
         if not m:
             return []
@@ -87,16 +87,17 @@ class ParityReport:
 
 
 class ParityGate:
-    """Measures, reports, and says whether the run may go on: `--rl-mismatch-...`."""
+    """Measures the mismatch and decides whether the run may continue: `--rl-mismatch-...`."""
 
     def __init__(
         self, config: RLConfig, scorer: Scorer, quantization: RolloutQuantization, data_group: dist.ProcessGroup,
         rounded: _Inside | None = None, absorbed: _Inside | None = None, is_exact: bool = False,
     ) -> None:  # fmt: skip
-        """Inside ``rounded`` the trainer rounds keys and values as the KV cache does; None where it does not.
+        """``rounded``: context in which the trainer rounds keys and values like the KV cache; None if they are not
+        rounded.
 
-        Inside ``absorbed`` it computes latent attention as decoding does; None where that is no other way. If the run
-        ``is_exact``, any mismatch is reported.
+        ``absorbed``: context in which it computes latent attention like decode steps; None without such layers.
+        ``is_exact``: report any mismatch.
         """
         self._settings = config.quantization
         self._scorer, self._quantization, self._data_group, self._rounded = scorer, quantization, data_group, rounded
@@ -104,15 +105,15 @@ class ParityGate:
         self._kv_cache = config.kv_cache_dtype
         self._is_exact = is_exact
         self._correction, self._correction_name = correction_of(config), config.algorithm.rl_correction
-        # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
+        # On a GPU 8-bit products are rounded to bf16 in any dtype.
         self.rounds_alike = not config.precision.bf16 and scorer.device.type != "cuda"
-        """Whether engine and trainer round to the same numbers, so that the emulation has nothing left to explain."""
+        """Whether engine and trainer round alike, so that the emulation gap must be almost zero."""
         self.emulation_limit = 1e-3 if self.rounds_alike else 0.05
-        """Largest mean |engine - emulation| in nats a token; where they do not round alike, the mismatch if larger."""
+        """Largest mean |engine - emulation| in nats per token; without equal rounding the mismatch, if larger."""
         self._checked: str | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return true before the first update with a recipe, and every `--rl-mismatch-interval` steps."""
+        """Return True before the first update with a recipe, and every `--rl-mismatch-interval` steps."""
         return self._checked != self._quantization.recipe or self._is_at_interval(step)
 
     def _is_at_interval(self, step: int) -> bool:
@@ -120,8 +121,10 @@ class ParityGate:
         return interval > 0 and step % interval == 0
 
     def check(self, updates: Sequence[Sequence[TokenBatch]], rewards: StepRewards | None) -> ParityReport:
-        """Score the samples and judge by the tokens that the weights of the step's beginning drew; collective."""
-        batches = [_fresh(replace(batch, step=rewards)) for update in updates for batch in update]
+        """Score the samples, and judge by the tokens drawn with the current weights; collective."""
+        batches = [replace(batch, step=rewards) for update in updates for batch in update]
+        # Without the loss of older tokens: their log-probs are of other weights.
+        batches = [replace(batch, loss_mask=torch.where(batch.lag == 0, batch.loss_mask, 0.0)) for batch in batches]
         own = self._scored(updates)
         sums = self._sums(own, batches)
         tokens = int(sums.get("mismatch/tokens", 0))
@@ -143,15 +146,15 @@ class ParityGate:
         self._checked = self._quantization.recipe
         return ParityReport(self._format, tokens, metrics, self._problems(metrics, stale))
 
-    def logged(self, step: int, report: ParityReport) -> dict[str, float]:
-        """Return what goes into the step's row: not the check after a restart, which an undisturbed run has not."""
+    def step_metrics(self, step: int, report: ParityReport) -> dict[str, float]:
+        """Return the step's metrics; without the check after a restart, which an uninterrupted run does not have."""
         return report.metrics if step == 1 or self._is_at_interval(step) else {}
 
     def act_on(self, report: ParityReport) -> bool:
-        """Log the report; True when the rollout is to be done again with a safer recipe.
+        """Log the report; return True if the rollout must be repeated with a safer recipe.
 
         Raises:
-            TrainingError: there are problems and the action is to stop, or there is nothing to fall back to.
+            TrainingError: there are problems and the action is to stop, or there is no safer recipe.
         """
         for line in report.lines():
             logger.info("%s", line)
@@ -172,10 +175,10 @@ class ParityGate:
         return True
 
     def judge_correction(self, metrics: Mapping[str, float], step: int) -> None:
-        """Check after a step's updates that the correction worked, or that there was nothing to correct.
+        """Check after a step's updates that the correction reduced the mismatch, or that there was none.
 
         Raises:
-            TrainingError: it makes the mismatch larger and the action is not to warn.
+            TrainingError: it increased the mismatch and the action is not to warn.
         """
         gap = metrics.get("training/rollout_logprob_gap_max", 0.0)
         if self._is_exact and gap:
@@ -190,7 +193,7 @@ class ParityGate:
 
     @property
     def _format(self) -> str:
-        """Of the rollouts, for people."""
+        """Format of the rollouts, for messages."""
         recipe = self._quantization.recipe
         return recipe if self._rounded is None else f"{recipe}, {self._kv_cache} KV cache"
 
@@ -219,7 +222,7 @@ class ParityGate:
         return tuple(found)
 
     def _scored(self, updates: Sequence[Sequence[TokenBatch]], *as_rollouts: _Inside | None) -> list[_Scored]:
-        """By the trainer's forward pass, inside all of ``as_rollouts``."""
+        """Score with the trainer's forward pass, inside all contexts of ``as_rollouts``."""
         with contextlib.ExitStack() as stack:
             for inside in filter(None, as_rollouts):
                 stack.enter_context(inside())
@@ -230,27 +233,22 @@ class ParityGate:
         return {f"parity/{name}_gap_{each}": found[f"training/rollout_logprob_gap_{each}"] for each in ("mean", "max")}
 
     def _sums(self, scored: Sequence[_Scored], batches: Sequence[TokenBatch]) -> Sums:
-        """Of the mismatch of the rollout and the ``scored`` log-probs; collective."""
+        """Return the sums of the mismatch between the rollout and the ``scored`` log-probs; collective."""
         parts = []
         for (logprobs, _), batch in zip(scored, batches, strict=True):
             batch = replace(batch, old_logprobs=logprobs)
             parts.append(mismatch_sums(batch, batch.loss_mask, torch.zeros_like(batch.in_loss)))
-        return reduced(parts, self._data_group, self._scorer.device)
-
-
-def _fresh(batch: TokenBatch) -> TokenBatch:
-    """Without the loss of older tokens, whose log-probs are of other weights."""
-    return replace(batch, loss_mask=torch.where(batch.lag == 0, batch.loss_mask, 0.0))
+        return reduce_sums(parts, self._data_group, self._scorer.device)
 
 
 def agreement(
     first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], batches: Sequence[TokenBatch],
     data_group: dist.ProcessGroup,
 ) -> float:  # fmt: skip
-    """Share of loss tokens before which two forward passes have the same likeliest token, [T] each; collective."""
+    """Return the share of loss tokens with the same likeliest token in two forward passes, [T] each; collective."""
     counts = torch.zeros(2, dtype=torch.float64)
     for a, b, batch in zip(first, second, batches, strict=True):
-        # The prediction of token t stands at t - 1, which is in the same sequence: prompts are not empty.
+        # The prediction of token t is at t - 1, in the same sequence, because prompts are not empty.
         in_loss = batch.in_loss[1:]
         counts += torch.stack(((a == b)[:-1][in_loss].sum(), in_loss.sum())).double().cpu()
     dist.all_reduce(counts, group=data_group)

@@ -1,8 +1,8 @@
-"""What counts as one sample in training: a sample of a group, or what one of its agents did in it.
+"""Training units: a whole sample, or the part of one of its agents.
 
 A group of two samples; the agents' rewards are compared by column, and each part is a row of `StepRewards`::
 
-                planner    worker
+               planner    worker
     sample 0     1.0        0.5
     sample 1     0.0         -          the worker did not act: no part
 """
@@ -22,26 +22,26 @@ class Part:
 
     rollout: Rollout
     reward: float | None
-    """None where grading failed."""
+    """None if grading failed."""
     sequences: Sequence[Branch]
     first: int = 0
-    """Number of the first of these sequences in the sample."""
+    """Index of the first of these sequences in the sample."""
     agent: int = 0
-    """Number of the agent among those of the group."""
+    """Index of the agent in the group."""
 
     @property
     def num_written(self) -> int:
-        """Number of tokens the model wrote in these sequences."""
+        """Number of tokens that the model wrote in these sequences."""
         return sum(sequence.completion.num_written for sequence in self.sequences)
 
     @property
     def truncated(self) -> bool:
-        """True when one of these sequences was cut at its length limit."""
+        """True if one of these sequences reached its length limit."""
         return any(sequence.completion.finish_reason == "length" for sequence in self.sequences)
 
 
 def parts_of(group: RolloutGroup) -> list[Part]:
-    """List the parts of a group's samples, in their order and by the agents' names; of a failed sample it is one."""
+    """List the parts of a group's samples, in order and then by agent name; a failed sample is one part."""
     if not any(rollout.agents for rollout in group.rollouts):
         return [Part(r, r.grade.reward, group.sequences(r)) for r in group.rollouts]
     agents = sorted({name for r in group.rollouts if not r.grade.failed for name in _agents(r)})
@@ -59,5 +59,5 @@ def parts_of(group: RolloutGroup) -> list[Part]:
 
 
 def _agents(rollout: Rollout) -> Sequence[str]:
-    """The agent of each sequence; a sample that names none, beside others that do, is of ``main``."""
+    """Return the agent of each sequence; ``main`` for samples without agent names in groups that have them."""
     return rollout.agents or (MAIN,) * len(rollout.completions)

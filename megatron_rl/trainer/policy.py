@@ -1,4 +1,4 @@
-"""All optimizer updates that one rollout pays for."""
+"""All optimizer updates of one rollout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.lora import without_adapters
 from megatron_rl.platform.collectives import gather_vectors
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.trainer.critic import Critic, value_metrics, whitened
+from megatron_rl.trainer.critic import Critic, value_metrics, whiten
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.teacher import Teacher
@@ -27,15 +27,14 @@ from megatron_rl.trainer.update import Loss, TrainOutcome, Updates, outcome_metr
 
 
 class ReferencePolicy:
-    """The frozen policy of the KL penalty: a host copy of the first weights, swapped in for a while.
+    """The reference model of the KL penalty: a host copy of the first weights, swapped in when needed.
 
-    Values move, storage does not: optimizer buffers and captured graphs keep pointing at the
-    parameters. While the reference is in, the policy's own values wait on the host, and they come
-    back bit for bit.
+    Values move, storage does not: optimizer buffers and captured graphs still point at the parameters. Meanwhile the
+    policy's own values are kept on the host, and restored bit for bit.
     """
 
     def __init__(self, policy: PolicyModel, copies: RolloutQuantization | None = None) -> None:
-        """``copies`` of the weights hear of every exchange: aligned training runs on them."""
+        """``copies``: quantised copies, notified of every swap: aligned training runs on them."""
         self._copies = copies
         self._parameters = list(policy.parameters())
         self._frozen = self._on_host()
@@ -43,7 +42,7 @@ class ReferencePolicy:
     @contextlib.contextmanager
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
-        """Put the reference weights into the model inside the ``with`` block."""
+        """Swap the reference weights into the model, inside the context."""
         own = self._on_host()
         self._write(self._frozen)
         try:
@@ -52,7 +51,7 @@ class ReferencePolicy:
             self._write(own)
 
     def _on_host(self) -> list[torch.Tensor]:
-        """Copies of the values, of a GPU's in pinned memory: from pageable memory a copy is several times as slow."""
+        """Copy the values to the host, from a GPU to pinned memory, which is several times faster."""
         copies = []
         for parameter in self._parameters:
             copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
@@ -60,7 +59,7 @@ class ReferencePolicy:
         return copies
 
     def _write(self, values: list[torch.Tensor]) -> None:
-        # What is copied to the host and back is ordered by the stream, and torch keeps pinned memory until then.
+        # The stream orders both copies, and torch keeps pinned memory until then.
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data.copy_(value, non_blocking=True)
         if self._copies is not None:
@@ -68,15 +67,15 @@ class ReferencePolicy:
 
 
 class BasePolicy:
-    """The reference of a policy that is adapters on a frozen base: the base, without a copy of its weights."""
+    """The reference of a LoRA policy: the frozen base model, without a copy of its weights."""
 
     def __init__(self, policy: PolicyModel, copies: RolloutQuantization | None = None) -> None:
-        """``copies`` as for `ReferencePolicy`."""
+        """``copies``: see `ReferencePolicy`."""
         self._policy, self._copies = policy, copies
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Switch the adapters off inside the ``with`` block."""
+        """Switch the adapters off, inside the context."""
         try:
             with without_adapters(self._policy):
                 self._tell_copies()
@@ -91,7 +90,7 @@ class BasePolicy:
 
 @dataclass(frozen=True)
 class PolicyTrainer:
-    """Old and reference log-probs and values where they are needed, advantages, then the updates."""
+    """Computes log-probs, values and advantages as needed, then runs the updates."""
 
     optimization: Optimization
     scorer: Scorer
@@ -103,15 +102,12 @@ class PolicyTrainer:
     """None without a KL penalty."""
     teacher: Teacher | None = None
     critic: Critic | None = None
-    """None where the advantage needs none."""
-    draws_exactly: bool = False
-    """The log-probs of rollouts are those of the weights at the step's beginning, to the bit."""
+    """None if the advantage needs none."""
+    rollout_is_exact: bool = False
+    """The rollout's log-probs are bit-identical to the trainer's at the beginning of the step."""
 
     def step(self, updates: Updates, rewards: StepRewards, critic_alone: bool = False) -> TrainOutcome:
-        """Go over the rollout's updates ``grpo_iterations`` times, first with the critic; collective.
-
-        ``critic_alone`` leaves the policy as it is.
-        """
+        """Run the rollout's updates ``grpo_iterations`` times, the critic's first, or ``critic_alone``; collective."""
         if not updates:
             return TrainOutcome({})
         scored = self._score(_each(updates, lambda batch: replace(batch, step=rewards)))
@@ -131,10 +127,10 @@ class PolicyTrainer:
         return TrainOutcome(metrics, scored, outcomes, of_critic)
 
     def _score(self, updates: Updates) -> Updates:
-        """Log-probs and advantages, which stay fixed during the step's updates."""
+        """Compute the log-probs and advantages that stay fixed during the step's updates."""
         several = len(updates) * self.iterations > 1
-        start = 0 if self.objective.reward_kl_beta or several and self.may_read_old_logprobs else 1
-        if self.draws_exactly:
+        start = 0 if self.objective.reward_kl_beta or several and self.needs_old_logprobs else 1
+        if self.rollout_is_exact:
             drawn = _each(updates[start:], lambda batch: replace(batch, old_logprobs=batch.inference_logprobs))
             updates = [*updates[:start], *drawn]
         elif updates[start:]:
@@ -142,12 +138,12 @@ class PolicyTrainer:
                 updates = [*updates[:start], *self._with_logprobs(updates[start:], "old_logprobs")]
         if self.reference is not None:
             with self.timer.phase("ref"):
-                # Parameters still on their way would be kept as they were, and arrive in the reference.
+                # With overlapped gathering, old parameters would be saved, and the new ones arrive in the reference.
                 self.optimization.gather_parameters()
                 with self.reference.swapped_in():
                     updates = self._with_logprobs(updates, "ref_logprobs")
         if self.teacher is not None:
-            with self.timer.phase("teacher"), self.teacher.visiting():
+            with self.timer.phase("teacher"), self.teacher.on_device():
                 updates = [self.teacher.scored(part) for part in updates]
         if self.critic is not None:
             with self.timer.phase("values"):
@@ -155,26 +151,26 @@ class PolicyTrainer:
         updates = _each(updates, self._with_advantages)
         epsilon = getattr(self.advantage, "whitening_epsilon", None)
         if epsilon is not None:
-            updates = whitened(updates, self.scorer.groups, self.scorer.device, epsilon)
+            updates = whiten(updates, self.scorer.groups, self.scorer.device, epsilon)
         select = getattr(self.objective.loss, "select_tokens", None)
         return updates if select is None else [select(part, self._of_all_ranks) for part in updates]
 
     @property
-    def may_read_old_logprobs(self) -> bool:
-        """Return whether all updates need old log-probs before the first one, whose forward pass computes its own.
+    def needs_old_logprobs(self) -> bool:
+        """Return whether all updates need old log-probs in advance; otherwise a forward pass computes its own.
 
-        Of what runs before it only a teacher in the advantage reads them, and perhaps an extension of the user.
+        Only a teacher in the advantage reads them earlier, and possibly a user's extension.
         """
         loss = self.objective.loss
         early = [self.advantage, loss] if hasattr(loss, "select_tokens") else [self.advantage]
         return not all(one.__module__.startswith("megatron_rl.algorithms.") for one in early)
 
     def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
-        """The vectors of all training replicas end to end; on the CPU, collective."""
+        """Concatenate the vectors of all training replicas on the CPU; collective."""
         return torch.cat(gather_vectors(own, self.scorer.groups.data_group))
 
     def _with_logprobs(self, updates: Updates, name: str) -> Updates:
-        """Of the model as it is now, under ``name``."""
+        """Add the model's current log-probs as ``name``."""
         return [
             [replace(batch, **{name: own}) for batch, own in zip(part, self.scorer.logprobs(part), strict=True)]
             for part in updates
@@ -189,7 +185,7 @@ class PolicyTrainer:
         return replace(batch, advantages=advantages.detach(), advantage_sums=sums | penalties, critic=critic)
 
     def _loss(self) -> Loss:
-        """Return the loss of a step, which keeps the log-probs of the first update for its later iterations."""
+        """Return the loss of a step, which keeps the first update's log-probs for later iterations."""
         entropy = "differentiable" if self.objective.entropy_weight else "detached"
         first: dict[int, torch.Tensor] = {}
 
@@ -208,13 +204,13 @@ def _each(updates: Updates, change: Callable[[TokenBatch], TokenBatch]) -> Updat
 
 
 def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[str, float]:
-    """Return metrics over the step's samples of the mean advantage of each one's tokens; collective."""
+    """Return metrics of the mean advantage per sample, over the step; collective."""
     rows = []
     for batch in (batch for part in updates for batch in part):
         numbers = [batch.samples.sequence, batch.sequence_sums(batch.advantages), batch.loss_tokens()]
         rows += zip(batch.rows, *(values.tolist() for values in numbers), strict=False)
     table = torch.cat(gather_vectors(torch.tensor(rows, dtype=torch.float64).view(-1), data_group)).view(-1, 4)
-    # In the order of the sequences, so that the mean is to the bit that of one rank.
+    # In the order of the sequences, so that the mean is bit-identical to that of one rank.
     table = torch.tensor(sorted(table.tolist()), dtype=torch.float64).view(-1, 4)
     samples, index = table[:, 0].unique(return_inverse=True)
     sums = table.new_zeros(len(samples), 2).index_add(0, index, table[:, 2:])

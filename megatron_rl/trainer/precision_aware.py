@@ -1,15 +1,15 @@
 """AdamW with moments in bf16 or FP8 (`--use-precision-aware-optimizer`), in plain torch, without Transformer Engine.
 
-A step computes in fp32: moments are read, moved on and stored again, a piece of a parameter at a time. They are stored
-with stochastic rounding: a second moment falls by 0.1 % a step at most (beta2 0.999), less than half a step of either
-format, so rounded to nearest it would never fall. The chance is a hash of the number's own bits and of the count of
-steps, so that a resumed run rounds as the uninterrupted one does.
+A step computes in fp32, one piece of a parameter at a time, and stores moments with stochastic rounding: a second
+moment decreases by at most 0.1 % per step (beta2 0.999), less than half a unit of either format, so rounding to nearest
+would never decrease it. The random number is a hash of the value's bits and the step, so a resumed run rounds like an
+uninterrupted one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron_rl.quantization.formats import FP8, FP8_MAX, TILE
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
 _AT_ONCE = 2**24
-"""Numbers of a parameter that are worked on at a time, for the sake of memory; whole blocks."""
+"""Elements of a parameter processed at a time, to limit memory; whole blocks."""
 _GOLDEN = -1640531527
 """2^32 divided by the golden ratio, as int32."""
 _EXPONENT = 0x7F800000
@@ -30,15 +30,16 @@ _EXPONENT = 0x7F800000
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """The format of one moment: fp32, bf16, or E4M3 with a power of two for each 128 numbers."""
+    """The format of one moment: fp32, bf16, or E4M3 with a power-of-two scale per 128 numbers."""
 
     dtype: torch.dtype
     is_second: bool
-    """In E4M3 the second moment is its square root, whose exponents are half as far apart, and is never rounded to 0:
-    it divides the update."""
+    """In E4M3 the second moment is stored as its square root, with half the exponent range, and never rounded to 0,
+    because the update is divided by it.
+    """
 
     def allocate(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Allocate zeros for a parameter of any shape: numbers in a row, or codes [B, 128] and scales [B, 1] fp32."""
+        """Allocate zeros for a parameter of any shape: flat numbers, or codes [B, 128] and scales [B, 1] fp32."""
         if self.dtype != FP8:
             return (torch.zeros(parameter.numel(), dtype=self.dtype, device=parameter.device),)
         blocks = -(-parameter.numel() // TILE)
@@ -46,7 +47,7 @@ class MomentFormat:
         return codes, torch.ones(blocks, 1, device=parameter.device)
 
     def read(self, stored: tuple[Tensor, ...], size: int) -> Tensor:
-        """Return the first ``size`` numbers, fp32; in fp32 a view of what is stored."""
+        """Return the first ``size`` numbers in fp32; for fp32 a view."""
         if self.dtype != FP8:
             return stored[0].float()
         codes, scales = stored
@@ -54,12 +55,10 @@ class MomentFormat:
         return values.square_() if self.is_second else values
 
     def write(self, values: Tensor, stored: tuple[Tensor, ...], step: int | None) -> None:
-        """Store ``values`` [N] fp32, rounded by chance in ``step``, or to nearest where it is None.
-
-        What `read` gave is stored as it was, to the bit, if it is rounded to nearest.
+        """Store ``values`` [N] fp32, stochastically rounded with ``step``, or to nearest if None (exact after `read`).
         """
         if self.dtype == torch.bfloat16 and step is not None:
-            values = by_chance(values, step, bits=8, smallest=2.0**-100)
+            values = stochastic_round(values, step, bits=8, smallest=2.0**-100)
         if self.dtype != FP8:
             stored[0].copy_(values)
             return
@@ -67,17 +66,15 @@ class MomentFormat:
         values = formats.segments((values.sqrt() if self.is_second else values)[None])[0]
         scales.copy_(formats.power_of_two(formats.scale_of(formats.row_amax(values), FP8_MAX)))
         values = values / scales
-        rounded = formats.fp8_rounded(values) if step is None else by_chance(values, step, bits=4, smallest=2.0**-6)
+        is_exact = step is None
+        rounded = formats.fp8_rounded(values) if is_exact else stochastic_round(values, step, bits=4, smallest=2.0**-6)
         if self.is_second:
             rounded = torch.where(values > 0, rounded.clamp_min(2.0**-9), rounded)
         codes.copy_(rounded)
 
 
-def by_chance(values: Tensor, step: int, bits: int, smallest: float) -> Tensor:
-    """Return ``values`` [...] fp32 with ``bits`` of significand: rounded up as often as they are close to it.
-
-    Below ``smallest``, a power of two, steps stay as they are there.
-    """
+def stochastic_round(values: Tensor, step: int, bits: int, smallest: float) -> Tensor:
+    """Round ``values`` [...] fp32 stochastically to ``bits`` of significand, of constant spacing below ``smallest``."""
     pattern = values.view(torch.int32)
     mixed = (pattern ^ (step * _GOLDEN & 0x7FFFFFFF)) * _GOLDEN
     mixed = (mixed ^ (mixed >> 15)) * _GOLDEN
@@ -88,21 +85,18 @@ def by_chance(values: Tensor, step: int, bits: int, smallest: float) -> Tensor:
 
 
 class PrecisionAwareAdamW(torch.optim.Optimizer):
-    """torch's AdamW but for how moments are stored; takes the place of megatron's inner optimizer."""
+    """torch's AdamW with other moment storage; replaces megatron's inner optimizer."""
 
     def __init__(self, param_groups: list[dict[str, Any]], dtypes: Mapping[str, str]) -> None:
-        """``param_groups`` of the optimizer whose place it takes, with ``lr``, ``betas``, ``eps``, ``weight_decay``.
-
-        ``dtypes``: of each of `MOMENTS`, a key of `DTYPES`.
-        """
+        """``param_groups`` of the replaced optimizer; ``dtypes``: a key of `DTYPES` for each of `MOMENTS`."""
         super().__init__([torch.empty(0)], {})
-        # Set, not added: megatron's parameters may be views, which torch would refuse as no leaves.
+        # Assigned directly: megatron's parameters may be views, which torch refuses as non-leaves.
         self.param_groups = param_groups
         self._formats = {name: MomentFormat(DTYPES[dtypes[name]], name == MOMENTS[1]) for name in MOMENTS}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Move every parameter that has a gradient, and its moments."""
+        """Update all parameters with gradients, and their moments."""
         del closure
         for group in self.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
@@ -136,7 +130,7 @@ class PrecisionAwareAdamW(torch.optim.Optimizer):
                 form.write(values, held, step)
 
     def _pieces(self, parameter: Tensor) -> Iterator[tuple[slice, list[tuple[MomentFormat, tuple[Tensor, ...]]]]]:
-        """Places of the parameter's numbers, and each moment's format and its part of what is stored."""
+        """Yield slices of the parameter, and for each moment its format and stored part."""
         state = self.state[parameter]
         for start in range(0, parameter.numel(), _AT_ONCE):
             held = []
@@ -148,7 +142,7 @@ class PrecisionAwareAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def read_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Read both moments, fp32 in the shape of ``parameter``; nothing before the first step."""
+        """Return both moments, fp32 in the shape of ``parameter``; empty before the first step."""
         if parameter not in self.state:
             return {}
         found = {name: torch.empty(parameter.numel(), device=parameter.device) for name in MOMENTS}
@@ -159,25 +153,15 @@ class PrecisionAwareAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_moments(self, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """Take over both ``moments``, of any float type, rounded to nearest: what `read_moments` gave, to the bit."""
+        """Store ``moments`` of any float type, rounded to nearest; bit-exact for results of `read_moments`."""
         flat = [moments[name].to(parameter.device).float().reshape(-1) for name in MOMENTS]
         for piece, held in self._pieces(parameter):
             for values, (form, stored) in zip(flat, held, strict=True):
                 form.write(values[piece], stored, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, without making fp32 numbers of the moments."""
+        """Load like torch, but keep the moments' dtypes."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, state in state_dict["state"].items():
             self.state[parameters[place]] = dict(state)
-
-
-def with_precision_aware(parts: Iterable[Any], dtypes: Mapping[str, str]) -> None:
-    """Put a `PrecisionAwareAdamW` in the place of the Adam of each of megatron's optimizers, before its first step.
-
-    ``dtypes``: of each of `MOMENTS`, a key of `DTYPES`.
-    """
-    for part in parts:
-        if part.optimizer is not None:
-            part.optimizer = PrecisionAwareAdamW(part.optimizer.param_groups, dtypes)

@@ -1,4 +1,4 @@
-"""Graded groups to training samples: rewards of the whole step, groups without signal left out."""
+"""Graded groups to training samples: rewards of the whole step; groups without signal are left out."""
 
 from __future__ import annotations
 
@@ -23,37 +23,36 @@ from megatron_rl.types import Branch, Completion, RolloutGroup
 
 @dataclass(frozen=True)
 class SampleBuilder:
-    """Gathers the rewards of all groups of the step, wherever they were generated: what advantages are made of.
+    """Gathers the rewards of all groups of the step from all ranks, as input of the advantages.
 
-    That is a few bytes a sample, so an advantage that looks beyond its own group gives the same numbers on one rank and
-    on many. Samples are numbered as one rank would number them, so a step is cut into the same updates, too.
+    A few bytes per sample, so that advantages across groups are the same on one rank and on many. Samples are numbered
+    as on one rank, so a step is also split into the same updates.
     """
 
     baseline: Baseline
     keep_groups_without_signal: bool
     groups: ParallelGroups
     masks_truncated: bool = False
-    """Leaves answers that were cut at their length limit out of the loss (overlong filtering of DAPO)."""
+    """Exclude truncated answers from the loss (overlong filtering of DAPO)."""
     reward_names: tuple[str, ...] = ()
-    """Of an advantage that takes several rewards: ``reward``, the grade's own, and metrics of the grades."""
+    """For advantages with several rewards: ``reward`` (the grade's own) and metrics of the grades."""
     max_failed_share: float = 0.0
-    """Of the grades that may lack one of them: their samples are masked like those whose grade has failed."""
+    """Share of grades that may lack one of these; their samples are masked like failed grades."""
     turn_discount: float | None = None
-    """Of rewards by turn; None: a sample has one reward."""
+    """For rewards per turn; None: one reward per sample."""
 
     def build(
         self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int], policy_version: int
     ) -> tuple[tuple[Sample, ...], StepRewards]:
-        """Build this rank's samples for training, and the rewards of all; collective over the rollout replicas.
+        """Build this rank's training samples, and the rewards of all ranks; collective over the rollout replicas.
 
-        A sample of several sequences is several `Sample`s of one number. It counts once among the rewards: with all its
-        tokens, and as truncated where one of its sequences was. Of several agents each one's part counts so.
-
-        ``numbers`` are those of this rank's groups among the G groups of the step, ascending: 0 .. G - 1, each on one
-        rank, and not the same number of them on every rank. ``policy_version`` is that of the weights now.
+        A sample with several sequences becomes several `Sample`s with one number. It counts once among the rewards,
+        with all its tokens, and as truncated if one sequence was. With several agents each one's part counts like this.
+        ``numbers``: indices of this rank's groups among the G groups of the step, ascending, each on one rank; ranks
+        may have different counts. ``policy_version``: of the current weights.
 
         Raises:
-            ConfigError: on every rank; of more grades than may fail one of the rewards is missing.
+            ConfigError: on every rank; more grades than allowed lack one of the rewards.
         """
         parts = [(number, part) for number, group in zip(numbers, rollouts, strict=True) for part in parts_of(group)]
         rows = [
@@ -92,7 +91,7 @@ class SampleBuilder:
         return samples, step if turns is None else replace(step, turns=turns.rewards(step, self.baseline))
 
     def _turns(self, parts: Sequence[Part], own: Sequence[int], group_index: torch.Tensor) -> StepTurns | None:
-        """The turns of the step's samples, of all ranks; ``own`` are the rows of this rank's. Collective."""
+        """Gather the turns of the step's samples from all ranks; ``own``: this rank's rows. Collective."""
         if self.turn_discount is None:
             return None
         rows = [row for number, part in zip(own, parts, strict=True) for row in turn_rows(number, part)]
@@ -105,7 +104,7 @@ class SampleBuilder:
         return [known.get(name, math.nan) for name in self.reward_names]
 
     def _whole(self, parts: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """[N] bool: the ``valid`` samples that have all rewards."""
+        """Return the ``valid`` samples that have all rewards, [N] bool."""
         for name, values in zip(self.reward_names, parts[valid].unbind(1), strict=True):
             missing = int(values.isnan().sum())
             if missing > self.max_failed_share * len(values):
@@ -117,7 +116,7 @@ class SampleBuilder:
 
 
 def _sequences(part: Part, sample_id: int, row: int, turns: StepTurns | None) -> list[Sample]:
-    """Those that have tokens; the first one also without, where another has some: it stands for the sample."""
+    """Return the sequences with tokens; if there are any, also the first one, which represents the sample."""
     if not any(sequence.completion.token_ids for sequence in part.sequences):
         return []
     samples = [
@@ -150,32 +149,32 @@ def _sample(number: int, sequence: Branch, part: Part, sample_id: int) -> Sample
 
 
 def turn_rows(row: int, part: Part) -> list[Row]:
-    """List the turns of all sequences; where no turn has a reward, the last of each has the sample's."""
+    """List the turns of all sequences; without turn rewards the last turn of each gets the sample's reward."""
     rows = []
     for number, sequence in enumerate(part.sequences, start=part.first):
-        counts = [end - start for start, end in written(sequence.completion)]
+        counts = [end - start for start, end in turn_spans(sequence.completion)]
         rewards = sequence.completion.turn_rewards or (*[0.0] * (len(counts) - 1), part.reward or 0.0)
         rows += [(row, number, turn, *pair) for turn, pair in enumerate(zip(rewards, counts, strict=True))]
     return rows
 
 
 def turn_of_tokens(sequence: Branch, first: int) -> torch.Tensor:
-    """Number the turns of a sequence from ``first`` on: [L] int64, -1 where the policy did not write."""
+    """Number the turns of a sequence from ``first``: [L] int64, -1 for tokens that the policy did not write."""
     prompt, completion = len(sequence.prompt_ids), sequence.completion
     turns = torch.full((prompt + len(completion.token_ids),), -1)
-    for number, (start, end) in enumerate(written(completion), start=first):
+    for number, (start, end) in enumerate(turn_spans(completion), start=first):
         turns[prompt + start : prompt + end] = number
     return turns
 
 
-def written(completion: Completion) -> list[tuple[int, int]]:
-    """List ``[start, end)`` of the turns, which lie around what the model read."""
+def turn_spans(completion: Completion) -> list[tuple[int, int]]:
+    """List the ``[start, end)`` of the turns, i.e. of the tokens between environment messages."""
     edges = [0, *(edge for span in completion.environment_spans for edge in span), len(completion.token_ids)]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def reward_metrics(step: StepRewards) -> dict[str, float]:
-    """Return rewards, and how much of the rollout carries a signal, under verl's names."""
+    """Return reward metrics and the share of groups with signal, under verl's names."""
     signal, rewards = float(step.informative.sum()), step.rewards[step.valid]
     metrics = {
         "training/groups_with_signal": signal,
@@ -185,7 +184,7 @@ def reward_metrics(step: StepRewards) -> dict[str, float]:
     if rewards.numel():
         mean = rewards.mean().item()
         metrics |= {
-            # As in verl: the score is the reward before a KL penalty, which here is a term of the loss.
+            # As in verl the score is the reward before a KL penalty, which here is part of the loss.
             "critic/score/mean": mean,
             "critic/rewards/mean": mean,
             "critic/rewards/max": rewards.max().item(),

@@ -1,4 +1,4 @@
-"""Run the model over a packed batch and read off the log-probs of its tokens."""
+"""Run the model on packed batches and compute log-probs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.routing import BalanceLosses
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
-from megatron_rl.trainer.update import Forward, Loss, Sums, Updates, reduced, through_schedule, update
+from megatron_rl.trainer.update import Forward, Loss, Sums, Updates, reduce_sums, run_schedule, update
 
 
 class PackedForward:
-    """A model over packed batches, on any parallel layout; what is read of its output is the subclasses' matter."""
+    """Runs a model on packed batches in any parallel layout; subclasses interpret the output."""
 
     def __init__(self, policy: PolicyModel, groups: ParallelGroups, balance: BalanceLosses | None = None) -> None:
-        """``balance``: of a model with experts, for passes with gradients."""
+        """``balance``: for models with experts, in passes with gradients."""
         self._balance = balance
         self._policy = policy
         self.groups = groups
@@ -40,28 +40,28 @@ class PackedForward:
         return self._policy.device
 
     def balance_metrics(self) -> dict[str, float]:
-        """Measure how busy experts were in the passes with gradients since the last call; collective over the job."""
+        """Return expert load metrics of the passes with gradients since the last call; collective over the job."""
         return {} if self._balance is None else self._balance.metrics()
 
     def update(
         self, optimization: Optimization, updates: Updates, loss: Loss
     ) -> tuple[list[UpdateOutcome], dict[str, torch.Tensor]]:
-        """Take an optimizer step of the model for each of ``updates``; return their outcomes and sums; collective."""
+        """Take one optimizer step per update; return outcomes and sums; collective."""
         outcomes: list[UpdateOutcome] = []
         sums: list[Sums] = []
         for micro_batches in updates:
             outcome, seen = update(optimization, micro_batches, self.forward, loss)
             outcomes.append(outcome)
             sums += seen
-        return outcomes, reduced(sums, self.groups.loss_group, self.device)
+        return outcomes, reduce_sums(sums, self.groups.loss_group, self.device)
 
     def _read_all(self, batches: Sequence[TokenBatch], forward: Forward, read: Callable[..., Any]) -> list[Any]:
-        return through_schedule(self._policy.chunks, batches, forward, read, forward_only=True) if batches else []
+        return run_schedule(self._policy.chunks, batches, forward, read, forward_only=True) if batches else []
 
     def _shared(
         self, own: Sequence[torch.Tensor], batches: Sequence[TokenBatch], dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """What the last stage has, [T] for each batch, on all stages."""
+        """Broadcast the last stage's values, [T] for each batch, to all stages."""
         stages = self.groups.pipeline_group
         if stages.size() == 1 or not batches:
             return list(own)
@@ -71,8 +71,9 @@ class PackedForward:
         return list(values)
 
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-        """Compute the output for this rank's share of the tokens, [W, ..]; a chunk that is not the last, what the next
-        takes. ``model`` is one of the policy's chunks or its DDP wrapper.
+        """Compute the output for this rank's share of the tokens, [W, ..], or the hidden states for the next chunk.
+
+        ``model`` is one of the policy's chunks or its DDP wrapper.
         """
         policy, packing = self._policy, batch.packing
         token_ids, position_ids = batch.samples.token_ids, packing.position_ids
@@ -87,12 +88,12 @@ class PackedForward:
         if batch.samples.routing is not None:
             plan.routing = self._routing(batch)
         if self._balance is not None and torch.is_grad_enabled():
-            plan.balance = self._balance.during(batch, self._tensor_group)
+            plan.balance = self._balance.new_pass(batch, self._tensor_group)
         output = model(token_ids[None], position_ids[None], None, packed_seq_params=plan)
         return output[0] if getattr(model, "module", model).post_process else output
 
     def _routing(self, batch: TokenBatch) -> dict[int, torch.Tensor]:
-        """Of each layer of this rank; where ranks share sequences a router sees this rank's share of the tokens."""
+        """Return the experts per layer number of this rank, for the tokens that its routers see."""
         share = batch.packing.share
         routing = batch.samples.routing if share is None else batch.samples.routing[share.local]
         if self._policy.config.sequence_parallel:
@@ -102,10 +103,10 @@ class PackedForward:
 
 
 class Scorer(PackedForward):
-    """The trainer's view of token probabilities: of the tempered distribution that was sampled.
+    """Computes log-probs under the tempered distribution that was sampled.
 
-    ``fused`` makes the output layer part of `select`, so that the logits of a batch never exist: less memory
-    for one product more. Whoever calls `forward` and `select` need not know.
+    ``fused`` makes the output layer part of `select`, so that the logits of a whole batch never exist: less memory for
+    one more product. Callers of `forward` and `select` need not know.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Scorer(PackedForward):
         self._fused = fused
 
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-        """Compute what `select` takes: logits ``[W, V / tensor ranks]``, or fused the hidden states ``[W, H]``."""
+        """Compute the input of `select`: logits ``[W, V / tensor ranks]``, or fused the hidden states ``[W, H]``."""
         head = self._policy.chunks[-1]
         skips = self._fused and head.post_process
         with _without_product(head.output_layer) if skips else contextlib.nullcontext():
@@ -127,9 +128,9 @@ class Scorer(PackedForward):
     def select(
         self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", *, is_logits: bool = False
     ) -> TokenBatch:
-        """Return the batch with current log-probs and entropy; ``output`` is that of `forward`, or ``is_logits``.
+        """Return the batch with current log-probs and entropy; ``output`` is that of `forward`, or logits.
 
-        The backward pass writes the gradient of logits over them.
+        The backward pass overwrites logits with their gradient.
         """
         weight = None
         if self._fused and not is_logits:
@@ -146,9 +147,9 @@ class Scorer(PackedForward):
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Compute the log-probs of each batch, without gradient, by the same forward pass that training uses.
+        """Compute the log-probs of each batch, without gradient, with training's forward pass.
 
-        On every stage; collective over them. What batches must be, `through_schedule` says.
+        Collective over pipeline stages, returned on each. For requirements on batches see `run_schedule`.
         """
 
         def read(output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -158,7 +159,8 @@ class Scorer(PackedForward):
 
     @torch.no_grad()
     def logprobs_and_top(self, batches: Sequence[TokenBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute the top next token after every position too, [T] int64 each, of the real vocabulary."""
+        """Compute log-probs, and the likeliest next token after every position, [T] int64, without vocabulary padding.
+        """
 
         def read(logits: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
             top = self._top(logits)
@@ -189,9 +191,9 @@ class Scorer(PackedForward):
 
 @contextlib.contextmanager
 def _without_product(layer: ColumnParallelLinear) -> Iterator[None]:
-    """The layer hands on its input, gathered as for its product: whoever multiplies gets the right gradient.
+    """Make the layer return its input, gathered as for its product, so that gradients are right; inside the context.
 
-    The layer is still called, because hooks on it gather its weights with `--overlap-param-gather`.
+    The layer is still called, because its hooks gather its weights with `--overlap-param-gather`.
     """
 
     def hand_on(

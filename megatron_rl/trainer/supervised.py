@@ -23,7 +23,7 @@ from megatron_rl.types import Demonstration
 
 
 class DemonstrationSource:
-    """Demonstrations in the order the environment gives them; the cursor is a count.
+    """Demonstrations in the order of the environment, with a saved cursor.
 
     The order is a curriculum, so it is not shuffled; after the last one it starts again.
     """
@@ -31,17 +31,17 @@ class DemonstrationSource:
     def __init__(
         self, demonstrations: Sequence[tuple[str, Demonstration]], tokenizer: Tokenizer, max_tokens: int
     ) -> None:
-        """``demonstrations`` with the names of their environments."""
+        """``demonstrations``: (environment name, demonstration)."""
         self._demonstrations = demonstrations
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._cursor = 0
         self._refused: dict[str, str] = {}
         self.skipped = 0
-        """Demonstrations that are too long, or that the chat template refuses."""
+        """Number of demonstrations that are too long or that the chat template refuses."""
 
     def draw(self, count: int) -> list[Sample]:
-        """Draw the next ``count`` demonstrations that fit; longer ones, and those refused, are skipped and counted.
+        """Return the next ``count`` demonstrations that fit; others are skipped and counted.
 
         Raises:
             EnvironmentFault: none fits.
@@ -67,7 +67,7 @@ class DemonstrationSource:
         return {"demonstrations": self._cursor}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restore the cursor."""
         self._cursor = int(state.get("demonstrations", 0))
 
     def _sample(self, environment: str, demonstration: Demonstration) -> Sample:
@@ -88,7 +88,7 @@ class DemonstrationSource:
 
 @dataclass(frozen=True)
 class SupervisedTrainer:
-    """Cross-entropy on the demonstration's tokens; the denominator is their number in the batch."""
+    """Cross-entropy on the tokens of demonstrations, divided by their number in the batch."""
 
     optimization: Optimization
     scorer: Scorer
@@ -109,7 +109,7 @@ class SupervisedTrainer:
         return TrainOutcome(metrics, [micro_batches], outcomes)
 
     def loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        """Compute the loss from what `Scorer.forward` returns; the denominator is the answer tokens."""
+        """Compute the loss from the output of `Scorer.forward`; the denominator is the number of answer tokens."""
         logprobs = self.scorer.select(output, batch).current_logprobs
         total = -(logprobs * batch.loss_mask).sum()
         tokens = batch.loss_mask.sum()

@@ -1,4 +1,4 @@
-"""Micro-batches through megatron's schedules, over pipeline stages too, and one optimizer step over them."""
+"""Run micro-batches through megatron's schedules, also over pipeline stages, and take an optimizer step."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ Updates = Sequence[Sequence[TokenBatch]]
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """The result of a step's updates, or of a whole step; equal on all ranks but for the batches."""
+    """The result of a step's updates, or of a whole step; equal on all ranks except for the batches."""
 
     metrics: dict[str, float]
     updates: Updates = ()
-    """What was trained on, with advantages and the log-probs that stay fixed; a step that is over keeps none."""
+    """The training batches with advantages and fixed log-probs; dropped when the step is over."""
     of_policy: Sequence[UpdateOutcome] = ()
     of_critic: Sequence[UpdateOutcome] = ()
     tokens: int = 0
-    """Generated (RL) or trained on (supervised)."""
+    """Tokens generated (RL) or trained on (supervised)."""
 
     @property
     def applied_updates(self) -> int:
-        """Updates of the policy that were applied."""
+        """Number of applied updates of the policy."""
         return sum(one.applied for one in self.of_policy)
 
     @property
     def critic_updates(self) -> int:
-        """Applied to the critic."""
+        """Number of applied updates of the critic."""
         return sum(one.applied for one in self.of_critic)
 
     @property
     def skipped_updates(self) -> int:
-        """Updates of both that were skipped because their gradient was not finite."""
+        """Number of skipped updates of both, due to non-finite gradients."""
         return sum(one.skipped for one in (*self.of_policy, *self.of_critic))
 
 
-def through_schedule(
+def run_schedule(
     chunks: Sequence[torch.nn.Module], batches: Sequence[TokenBatch], forward: Forward,
     read: Callable[[torch.Tensor, TokenBatch], Any], forward_only: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Run forward and backward passes of all ``batches``; collective over the stages of a model copy.
 
     Args:
-        chunks: this rank's, in their order: wrapped by DDP where gradients are wanted.
-        batches: at least one, the same on every stage. Over several stages all have one length, which sizes what a
-            stage receives, and interleaved their number is a multiple of the stages.
-        read: of the last chunk's output: with gradients loss, denominator and what is kept, else what is kept alone.
+        chunks: this rank's, in order; DDP-wrapped for gradients.
+        batches: at least one, the same on every stage. With several stages all have one length, and with interleaved
+            stages their number is a multiple of the stages.
+        read: processes the last chunk's output; returns (loss, denominator, result), or with ``forward_only`` the
+            result.
 
     Returns:
-        What was kept of each micro-batch; nothing where the last layers are on another rank.
+        The result of each micro-batch; empty unless this rank has the last layers.
     """
 
     def step(left: Iterator[TokenBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(left)
-        # megatron names what it reads without a loss.
+        # megatron's argument name for passes without a loss.
         return forward(model, batch), lambda output, non_loss_data=True: read(output, batch)
 
     several = len(chunks) > 1
@@ -87,14 +88,14 @@ def through_schedule(
 def update(
     optimization: Optimization, micro_batches: Sequence[TokenBatch], forward: Forward, loss: Loss
 ) -> tuple[UpdateOutcome, list[Sums]]:
-    """Accumulate gradients over this rank's micro-batches and step once; collective.
+    """Accumulate gradients over this rank's micro-batches and take one step; collective.
 
-    The gradient is that of ``sum(totals) / sum(denominators)`` over all micro-batches of all
-    data-parallel ranks: two micro-batches equal one. Ranks may have different numbers of
-    micro-batches, also none. Context-parallel ranks have the same, and each the gradient of its share.
+    The gradient is that of ``sum(totals) / sum(denominators)`` over all micro-batches of all data-parallel ranks: two
+    micro-batches equal one. Ranks may have different numbers of micro-batches, also none. Context-parallel ranks have
+    the same ones, and each computes the gradient of its share.
 
     Returns:
-        What the step did, and each micro-batch's sums: on the last pipeline stage, elsewhere none.
+        The outcome, and each micro-batch's sums (on the last pipeline stage only).
     """
 
     def reduce(output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
@@ -104,19 +105,19 @@ def update(
     optimization.zero_grad()
     sums: list[Sums] = []
     if micro_batches:
-        sums = through_schedule(optimization.wrapped, micro_batches, forward, reduce)
+        sums = run_schedule(optimization.wrapped, micro_batches, forward, reduce)
     else:
-        optimization.join_reduction()
+        optimization.reduce_without_samples()
     optimization.release_memory(level=1)
     outcome = optimization.step()
     optimization.release_memory(level=2)
     return outcome, sums
 
 
-def reduced(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
-    """Add up ``parts`` of all ranks, on the host, fp64; collective, one read of the device.
+def reduce_sums(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
+    """Sum ``parts`` over all ranks, on the host, fp64; collective, one device read.
 
-    Of a name that ends in ``_max`` the largest. All parts of a rank have the same names and shapes; it may have none.
+    Names ending in ``_max`` get the maximum. All parts have the same names and shapes; a rank may have none.
     """
     own = {name: value.numel() for name, value in parts[0].items()} if parts else {}
     sizes = {name: size for known in gather_json(own, data_group) for name, size in known.items()}

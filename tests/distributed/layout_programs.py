@@ -30,7 +30,7 @@ from megatron_rl.trainer.critic import Critic, ValueScorer
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import BasePolicy, PolicyTrainer, ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
+from megatron_rl.trainer.teacher import DistillationAdvantage, Teacher
 from megatron_rl.trainer.update import Updates
 from tests.distributed.programs import gather_whole
 from tests.support.lora import adapted, move_b
@@ -84,7 +84,7 @@ def one_case(
         model = tiny_policy(teacher_of(config, dist.get_world_size()), seed=5)
         teacher = Teacher(model, build_scorer(config, model, groups), "", {}, stays=False)
         weight = config.teacher.rl_teacher_weight if config.teacher.rl_teacher_as == "advantage" else 0.0
-        advantage = TaughtAdvantage(
+        advantage = DistillationAdvantage(
             of_rewards=own_reward, weight=weight, reward_weight=config.teacher.rl_reward_weight
         )
     critic = None

@@ -52,4 +52,4 @@ def picked_on_each_rank(name: str) -> list[int]:
     (part,) = parts_of(packs=3)
     own = selected(loss, part[:2] if groups.rank == 0 else part[2:], groups)
     shut_down()
-    return [number for batch in own for number in places(batch)[batch.picked].tolist()]
+    return [number for batch in own for number in places(batch)[batch.selected].tolist()]

@@ -174,7 +174,7 @@ def stop_on_one_rank(stopped_rank: int, **sizes: int) -> dict[str, Any]:
         return engine_step(engine)
 
     def abort(engine: Engine) -> None:
-        under_way.append(any(lane.is_under_way for lane in getattr(engine, "lanes", ())))
+        under_way.append(any(lane.is_paused for lane in getattr(engine, "lanes", ())))
         engine_abort(engine)
 
     kind.step, kind.abort = step_until_asked, abort

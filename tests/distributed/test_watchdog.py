@@ -16,7 +16,7 @@ def test_a_stage_that_hangs_and_the_one_that_waits_for_it_are_both_told(
     tmp_path: Path, hung: int, other_waits_in: str
 ) -> None:
     told = run_ranks("tests.distributed.watchdog_programs:hang", 2, folder=str(tmp_path), hung=hung)
-    place = "through_schedule (trainer/update.py:"
+    place = "run_schedule (trainer/update.py:"
     for text in told:
         assert text.startswith("no progress for 2 s in ") and place in text and "step (trainer/supervised.py:" in text
     assert told[hung].startswith("no progress for 2 s in wait < wait < step (trainer/update.py:")

@@ -29,7 +29,7 @@ def backend_here(name: str, stored: torch.dtype = torch.bfloat16) -> Backend:
     backend, device = BACKENDS.get(name), facts_of(torch.device("cuda"))
     numbers = Requirements(torch.bfloat16, stored, WIDTH)
     kernels = [kernel for kernel in (backend.packed, backend.cache) if kernel is not None]
-    problem = backend.problem(device) or next(filter(None, (k.unfit(device, numbers) for k in kernels)), None)
+    problem = backend.problem(device) or next(filter(None, (k.unsupported(device, numbers) for k in kernels)), None)
     if problem is not None:
         pytest.skip(f"{name} {problem}")
     return backend

@@ -87,7 +87,7 @@ def test_completions_are_those_of_an_engine_that_waits_for_every_step(one_rank, 
     policy = tiny_policy(tiny_config(attention_backend=backend))
     waits, late = (
         {request.index: completions for request, completions in _generate(policy, False, engine)}
-        for engine in (_engine(policy, graphs=True, steps_not_awaited=late) for late in (0, 2))
+        for engine in (_engine(policy, graphs=True, overlap_steps=late) for late in (0, 2))
     )
     assert waits == late
 
@@ -106,7 +106,7 @@ def test_a_read_does_not_wait_for_what_comes_behind_its_look(one_rank):
         for row, sequence in enumerate(sequences):
             sequence.row = row
         torch.cuda.synchronize()
-        look = outputs.look(sequences)
+        look = outputs.snapshot_flags(sequences)
         for _ in range(products):
             wide = wide @ wide
         end = torch.cuda.current_stream().record_event()

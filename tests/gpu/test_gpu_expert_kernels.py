@@ -26,6 +26,6 @@ class TestCompiled(ExpertChecks):
         first = ops.combine(output, made, 256)
         assert all(torch.equal(ops.combine(output, made, 256), first) for _ in range(20))
         wanted = torch.zeros(256, 2048, device="cuda")
-        for rows_of_one in made.way_back.unbind(1):
+        for rows_of_one in made.combine_index.unbind(1):
             wanted += output[rows_of_one].float()
         assert torch.equal(first, wanted.bfloat16())

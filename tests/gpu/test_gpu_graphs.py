@@ -223,16 +223,16 @@ def test_a_capture_that_fails_leaves_an_engine_that_works(one_rank, caplog):
 
 @pytest.mark.parametrize("recipe", ["none", "fp8"])
 def test_graphs_stay_over_memory_that_comes_back_at_the_same_addresses(one_rank, recipe):
-    from megatron_rl.platform.reserved import CudaDriver, reserving
+    from megatron_rl.platform.reserved import CudaDriver, reserved_memory
 
     policy = tiny_policy(tiny_config(bf16=True))
     driver = CudaDriver(policy.device)
     if not driver.can_reserve:
         pytest.skip("this GPU has no virtual memory management")
-    linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe), leaving=reserving(driver))
+    linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe), offloadable=reserved_memory(driver))
     graphed, eager = _pair(policy)
     cache = graphed.cache_tensors
-    held = reserving(driver)(cache)
+    held = reserved_memory(driver)(cache)
     addresses = [tensor.data_ptr() for tensor in cache]
     with linears.installed():
         assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
@@ -246,7 +246,7 @@ def test_graphs_stay_over_memory_that_comes_back_at_the_same_addresses(one_rank,
             torch.full((2 * held.size,), 255, dtype=torch.uint8, device="cuda")  # others have it meanwhile
             torch.cuda.empty_cache()
             _update(policy)
-            held.take_back()
+            held.restore()
             linears.refresh()
             assert not any(tensor.view(torch.uint8).any() for tensor in cache)
             assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())

@@ -120,11 +120,11 @@ def test_there_may_be_no_memory_for_the_same_addresses() -> None:
     torch.cuda.empty_cache()
     others = torch.empty(torch.cuda.mem_get_info()[0] - 2**29, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError) as refused:
-        memory.take_back()
+        memory.restore()
     assert is_out_of_memory(refused.value)
     assert memory.is_released
     del others
-    memory.take_back()
+    memory.restore()
     block[-1] = 3
     assert (block.data_ptr(), block.sum().item(), block.is_cuda) == (address, 3, True)
 

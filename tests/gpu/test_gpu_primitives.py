@@ -115,4 +115,4 @@ def test_the_tokens_that_a_loss_selects_are_those_of_the_cpu(one_rank) -> None:
     loss, (part,) = kl_cov.Loss(share=0.05), parts_of(packs=3)
     there = [replace(moved(batch), packing=moved(batch.packing), samples=moved(batch.samples)) for batch in part]
     for own, other in zip(selected(loss, part, one_rank), selected(loss, there, one_rank), strict=True):
-        assert torch.equal(own.picked, other.picked.cpu())
+        assert torch.equal(own.selected, other.selected.cpu())

@@ -184,7 +184,7 @@ def test_weights_that_are_codes(one_rank: ParallelGroups, tmp_path: Path) -> Non
     recipe, manager = RECIPES.get("fp8_block_pow2"), CheckpointManager(tmp_path, 0, one_rank)
     for number in range(2):
         for name, module in linears(policy).items():
-            numbers = policy.fp8_weights.numbers_of(module.weight)
+            numbers = policy.fp8_weights.main_values(module.weight)
             assert number or torch.equal(numbers, first[name]), name
             copy = recipe.allocate(numbers.shape, numbers.device)
             recipe.encode(numbers, copy)

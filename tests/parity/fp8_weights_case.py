@@ -120,7 +120,7 @@ def codes_of(policy: PolicyModel) -> dict[str, Any]:
 
 def digest(policy: PolicyModel) -> str:
     """Of what is saved of the codes."""
-    numbers = [policy.fp8_weights.numbers_of(codes) for codes in codes_of(policy).values()]
+    numbers = [policy.fp8_weights.main_values(codes) for codes in codes_of(policy).values()]
     return hashlib.sha256(b"".join(each.view(torch.uint8).numpy().tobytes() for each in numbers)).hexdigest()
 
 

@@ -118,10 +118,10 @@ def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
     """This rank's logits by the forward pass that training uses, ``[T, V / ranks]``; none but on the last stage."""
     from megatron_rl.platform.groups import current_groups
     from megatron_rl.trainer.scoring import Scorer
-    from megatron_rl.trainer.update import through_schedule
+    from megatron_rl.trainer.update import run_schedule
 
     forward = Scorer(policy, current_groups(), 1.0).forward
-    found = through_schedule(policy.chunks, [batch], forward, lambda output, _: output, forward_only=True)
+    found = run_schedule(policy.chunks, [batch], forward, lambda output, _: output, forward_only=True)
     return found[0] if found else torch.empty(0)
 
 

@@ -37,7 +37,7 @@ def train_a_step(run: TrainingRun) -> None:
     """One supervised step; its updates are counted, so that a save has an optimizer state."""
     result = supervised_step(run, run.progress.step + 1)
     run.progress.step += 1
-    run.optimization.schedule.go_to(run.progress.step)
+    run.optimization.schedule.set_step(run.progress.step)
     run.progress.count_updates(result.applied_updates, result.skipped_updates)
 
 

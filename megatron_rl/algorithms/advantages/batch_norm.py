@@ -10,7 +10,7 @@ from megatron_rl.algorithms.groups import normalised
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Extension):
-    """``(r - mean) / (std + epsilon)`` over all valid samples of the step, of all ranks; std with ddof 1."""
+    """``(r - mean) / (std + epsilon)`` over all valid samples of the step, on all ranks; std with ddof 1."""
 
     BASELINE = "batch"
 

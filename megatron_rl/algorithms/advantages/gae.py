@@ -16,33 +16,33 @@ from megatron_rl.errors import ConfigError
 class Advantage(Extension):
     """``A_t = d_t + gamma lambda A_next``, with ``d_t = r_t + gamma V_next - V_t``.
 
-    Next is the next token of the sequence that the policy wrote: what an environment says in between is part of the
-    state and no action, so neither gamma nor lambda counts it. After the last one there is nothing, unless the answer
-    was cut at its length limit and ``bootstrap_truncated`` takes the critic's value there.
+    ``next`` is the sequence's next token written by the policy: tokens of an environment belong to the state, so
+    neither gamma nor lambda counts them. After the last token V is 0, or with ``bootstrap_truncated`` the critic's
+    value if the answer was truncated.
 
     With --rl-turn-discount rewards are at the last tokens of turns, and gamma is multiplied by it there.
 
-    Where a sample has several sequences, each ends with the sample's reward, as if it were the only one: a value is
-    what the sample will be worth, seen from there. So gamma counts the written tokens up to the end of the token's own
-    sequence, and nothing flows from a branch back into the sequence that it left: those tokens have their own end.
+    Each sequence of a sample ends with the sample's reward, as if it were the only one: a value predicts the sample's
+    reward from that position. So gamma counts the written tokens to the end of the token's own sequence, and a branch
+    does not affect the sequence that it left.
     """
 
     BASELINE = "critic"
 
     gamma: float = option(1.0, ge=0, le=1)
-    """Discount of a token's reward for each written token before it."""
+    """Discount of rewards per written token."""
     gae_lambda: float | None = option(None, ge=0, le=1)
-    """0: the next value says all that is to come; 1 (the default): the rewards do. Without length_alpha only."""
+    """0: only the critic's values; 1 (the default): only rewards. Not together with length_alpha."""
     length_alpha: float | None = option(None, gt=0)
     """VAPO's lambda, 1 - 1 / (length_alpha x written tokens of the sequence), not below 0 (arXiv 2504.05118: 0.05)."""
     critic_lambda: float | None = option(None, ge=0, le=1)
-    """Lambda of what the values are trained towards; VAPO's is 1. Without it that of the advantages."""
+    """Lambda of the critic's targets (VAPO: 1). Default: that of the advantages."""
     bootstrap_truncated: bool = option(False)
-    """Whether the critic's value stands for what would have come after the cut of an answer at its length limit."""
+    """Use the critic's value as the return after a truncated answer."""
     whiten: bool = option(True)
-    """Mean 0 and std 1 over the loss tokens of the step, of all ranks; the trainer does it."""
+    """Normalise to mean 0 and std 1 over the loss tokens of the step, on all ranks; done by the trainer."""
     epsilon: float = option(1e-6, gt=0)
-    """Added to that std."""
+    """Added to the std."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,13 +57,13 @@ class Advantage(Extension):
         return self._estimate(batch, self._lambda(batch)), {}
 
     def returns(self, batch: TokenBatch, advantages: Tensor) -> Tensor:
-        """Return ``V + A``, with A of ``critic_lambda`` where that is given."""
+        """Return ``V + A``, with A computed by ``critic_lambda`` if set."""
         if self.critic_lambda is None:
             return super().returns(batch, advantages)
         return batch.values + self._estimate(batch, self.critic_lambda)
 
     def _lambda(self, batch: TokenBatch) -> Tensor | float:
-        """Of all tokens, or of each, [T]."""
+        """Return lambda, a scalar or one per token [T]."""
         if self.length_alpha is None:
             return 1.0 if self.gae_lambda is None else self.gae_lambda
         of_sequences = 1 - 1 / (self.length_alpha * batch.loss_tokens().clamp_min(1).double())
@@ -88,13 +88,12 @@ class Advantage(Extension):
 
 
 def next_written(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return each token's next loss token in its sequence, and whether there is one: [T] int64 and bool.
-
-    Where there is none the index is any valid one.
+    """Return the index of each token's next loss token in its sequence (arbitrary without one), and whether it exists:
+    [T].
     """
     size, index = batch.in_loss.numel(), torch.arange(batch.in_loss.numel(), device=batch.in_loss.device)
     written = torch.where(batch.in_loss, index, size)
-    # Of all tokens from the next one on the first that is written.
+    # The first written token among the following ones.
     following = written.roll(-1).index_fill(0, index[-1:], size).flip(0).cummin(0).values.flip(0)
     has_next = following < size
     following = following.clamp_max(size - 1)
@@ -102,11 +101,11 @@ def next_written(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def reverse_scan(terms: Tensor, factors: Tensor, longest: int) -> Tensor:
-    """Return ``s_t = terms_t + factors_t s_(t+1)``, [T] fp64, in log2(``longest``) steps over all tokens at once.
+    """Return ``s_t = terms_t + factors_t s_(t+1)``, [T] fp64, in log2(``longest``) parallel steps.
 
-    A step doubles how far each token sees: ``(a, f)`` before ``(b, g)`` is ``(a + f b, f g)``. Factors above 0 may be
-    at most ``longest`` in a row. Dividing by the products of the factors would need one pass, but after 16,384 tokens
-    with 0.95 that is 1e-365: below what fp64 has.
+    A step doubles the reach of each token: ``(a, f)`` before ``(b, g)`` is ``(a + f b, f g)``. At most ``longest``
+    consecutive factors are nonzero. A single pass that divides by cumulative products would underflow: 0.95 to the
+    power 16,384 is 1e-365.
     """
     reach = 1
     while reach < longest:

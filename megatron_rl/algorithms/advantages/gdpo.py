@@ -1,7 +1,7 @@
-"""GDPO: several rewards, each normalised in its group before they are added up (arXiv 2601.05242).
+"""GDPO: several rewards, each normalised in its group before they are summed (arXiv 2601.05242).
 
-Added up first, an answer that is right and one that is well formed can have the same advantage, and the reward that
-varies most decides alone.
+Summed first, a correct and a well-formed answer can get the same advantage, and the reward with the largest variance
+dominates.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron_rl.errors import ConfigError
 class Advantage(Extension):
     """``S = sum of w (r - group mean) / (group std + epsilon)`` over the rewards; ``(S - mean) / (std + epsilon)``.
 
-    The second mean and std are over the samples that are trained on, of all ranks; std with ddof 1.
+    The second mean and std are over the trained samples on all ranks; std with ddof 1.
     """
 
     BY_TURN = False
 
     rewards: str = option("reward")
-    """Names joined by +: metrics of the environment's grades, and ``reward``, the grade's own."""
+    """Names joined by +: metrics of the environment's grades, or ``reward``, the grade's own."""
     weights: str = option("")
-    """Their weights, joined by +; without it 1 each."""
+    """Weights of the rewards, joined by +; default 1 each."""
     epsilon: float = option(1e-6, gt=0)
     """Added to the standard deviation, in units of reward."""
 
@@ -49,7 +49,7 @@ class Advantage(Extension):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """The rewards that `StepRewards.parts` is to have, in this order."""
+        """Order of the rewards in `StepRewards.parts`."""
         return tuple(self.rewards.split("+"))
 
     @property
@@ -57,7 +57,7 @@ class Advantage(Extension):
         return tuple(map(float, self.weights.split("+"))) if self.weights else (1.0,) * len(self.reward_names)
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """0 of samples that are not trained on."""
+        """Samples that are not trained on get 0."""
         step = batch.step
         parts = step.rewards[:, None] if step.parts is None else step.parts
         total = torch.zeros(step.rewards.numel(), dtype=torch.float64)

@@ -1,7 +1,7 @@
 """MaxRL: reward normalised by the mean of its group, towards maximum likelihood (arXiv 2602.02710).
 
-With rewards 0 and 1 and a success rate p it weighs a task by 1 / p, as the gradient of log p does: rarely solved tasks
-most. The sum over a sequence's tokens that the paper takes is ``--rl-loss-aggregation constant``.
+With rewards 0 and 1 and a success rate p a task is weighted by 1 / p, like the gradient of log p: rarely solved tasks
+most. The paper's sum over tokens is ``--rl-loss-aggregation constant``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Advantage(Extension):
     BY_TURN = False
 
     epsilon: float = option(1e-6, gt=0)
-    """Keeps a group without a success from dividing by 0; in units of reward."""
+    """Avoids division by 0 in groups without a success; in units of reward."""
     lowest: float = option(0.0)
-    """Reward of a failure; the paper's is 0."""
+    """Reward of a failure; 0 in the paper."""
 
     @property
     def lowest_reward(self) -> float:
-        """An environment that declares lower ones is refused before the run."""
+        """Environments that declare lower rewards are refused before the run."""
         return self.lowest
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """Raises ``ConfigError`` for a reward below ``lowest``: a negative mean would turn every sign."""
+        """Raises ``ConfigError`` for a reward below ``lowest``: a negative mean would invert every sign."""
         known = batch.step.rewards[batch.step.valid]
         if (known < self.lowest).any():  # in fp32, in which a reward of -0.1 is below the fp64 number
             raise ConfigError([

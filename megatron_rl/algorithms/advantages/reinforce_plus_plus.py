@@ -13,9 +13,9 @@ from megatron_rl.algorithms.groups import normalised
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Extension):
-    """``(r - mean) / (std + epsilon)`` over all loss tokens of the step, of all ranks; std with ddof 1.
+    """``(r - mean) / (std + epsilon)`` over all loss tokens of the step, on all ranks; std with ddof 1.
 
-    A long sample counts as often as it has tokens, where ``batch_norm`` counts every sample once.
+    Each sample counts once per token; in ``batch_norm`` once.
     """
 
     BASELINE = "batch"
@@ -24,6 +24,6 @@ class Advantage(Extension):
     """Added to the standard deviation, in units of reward."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """0 of samples that are not trained on."""
+        """Samples that are not trained on get 0."""
         step = batch.step
         return batch.of_samples(normalised(step.rewards, step.in_loss * step.loss_tokens, self.epsilon)), {}

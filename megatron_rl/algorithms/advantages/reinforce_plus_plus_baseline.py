@@ -12,16 +12,16 @@ from megatron_rl.algorithms.groups import group_statistics, normalised
 class Advantage(Extension):
     """``(c - mean) / (std + epsilon)`` of ``c = r - group mean``; mean and std as in ``reinforce_plus_plus``.
 
-    One standard deviation for all groups: one that is nearly always or nearly never solved is not blown up, as it is by
-    its own. The mean of ``c`` is 0 over samples, not over tokens where right and wrong answers differ in length. Both
-    are of the samples that are trained on, so groups without a signal are in them only where they are kept.
+    A common standard deviation does not amplify groups that are almost always or almost never solved. The mean of ``c``
+    over tokens is not 0 if right and wrong answers differ in length. Both are over trained samples, so groups without
+    signal are included only if kept.
     """
 
     epsilon: float = option(1e-6, gt=0)
     """Added to the standard deviation, in units of reward."""
 
     def __call__(self, batch: TokenBatch) -> Terms:
-        """0 of samples that are not trained on."""
+        """Samples that are not trained on get 0."""
         step = batch.step
         centred = group_statistics(step).centred
         return batch.of_samples(normalised(centred, step.in_loss * step.loss_tokens, self.epsilon)), {}

@@ -1,4 +1,4 @@
-"""Masked importance sampling: tokens on which trainer and engine disagree too much are left out."""
+"""Masked importance sampling: masks tokens on which trainer and engine disagree too much."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ra
 class Correction(Extension):
     """``pi_old / pi_inference`` inside ``[lower, upper]``, 0 outside.
 
-    A quantised rollout has a mean gap of about 0.02 nats: only outliers lie outside the default range.
+    A quantised rollout has a mean gap of about 0.02 nats: only outliers are outside the default range.
     """
 
     lower: float = option(0.5, ge=0, lt=1)
-    """Smaller ratios are rejected; where trainer and engine agree the ratio is 1, which must be accepted."""
+    """Smaller ratios are rejected; must accept 1, where trainer and engine agree."""
     upper: float = option(2.0, gt=1)
     """Larger ratios are rejected."""
 

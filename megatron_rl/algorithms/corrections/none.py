@@ -1,4 +1,4 @@
-"""No correction: every token has the weight 1, and what the mismatch does to the gradient stays."""
+"""No correction: every token has weight 1."""
 
 from __future__ import annotations
 

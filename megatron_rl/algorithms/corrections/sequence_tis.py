@@ -14,13 +14,13 @@ from megatron_rl.algorithms.corrections import token_tis
 class Correction(token_tis.Correction):
     """``min(exp(sum of log ratios over the sequence's loss tokens), cap)``, at each of its loss tokens.
 
-    Unbiased but for the cap, at a variance that grows exponentially with the length: noise of 0.1 nats a
-    token is 6 nats after 4096 tokens. Of a sample of several sequences each has its own.
+    Unbiased except for the cap, but the variance grows exponentially with the length: noise of 0.1 nats per token is 6
+    nats after 4096 tokens. Each sequence of a sample has its own ratio.
     """
 
     LEVEL = "sequence"
 
     def ratio(self, batch: LossInputs) -> Tensor:
-        """Return the ratio of each sequence; one that overflows exp is held at the cap, too."""
+        """Return the ratio of each sequence; ratios that overflow exp are capped too."""
         sums = batch.sequence_sums(log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask))
         return sums.exp().float()[batch.sequence_index]

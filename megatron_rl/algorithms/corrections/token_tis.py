@@ -23,5 +23,5 @@ class Correction(Extension):
         return weights, {CLIPPED: batch.in_loss & (ratio > self.cap)}
 
     def ratio(self, batch: LossInputs) -> Tensor:
-        """Return the ratio of each token, [T] fp32; masked positions may hold anything."""
+        """Return the ratio of each token, [T] fp32; arbitrary at masked positions."""
         return log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()

@@ -1,6 +1,6 @@
-"""Veto: one token that the trainer holds for all but impossible rejects its sequence.
+"""Veto: one token that is almost impossible for the trainer rejects its sequence.
 
-Source: verl (2025), `rollout_token_veto_threshold`, there also 1e-4.
+Source: verl (2025), `rollout_token_veto_threshold`, also 1e-4 there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ra
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Extension):
-    """1, and 0 for sequences with a loss token of ``pi_old / pi_inference < veto``.
+    """0 for sequences with a loss token of ``pi_old / pi_inference < veto``, else 1.
 
-    It guards against broken tokens and does not weigh: compose it, as in ``token_tis+veto``. Other sequences of the
-    same sample stay.
+    It guards against broken tokens and does not weight: combine it, as in ``token_tis+veto``. Other sequences of the
+    same sample are kept.
     """
 
     LEVEL = "sequence"
 
     veto: float = option(1e-4, ge=1e-8, lt=1)
-    """One smaller ratio rejects its sequence. Ratios are told apart down to 2e-9."""
+    """A smaller ratio rejects the sequence. Ratios are distinguished down to 2e-9."""
 
     def __call__(self, batch: LossInputs) -> Terms:
         ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()

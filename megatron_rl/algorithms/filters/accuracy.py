@@ -1,4 +1,4 @@
-"""Right and wrong answers in one group, whatever their length or form has cost them.
+"""Keeps groups with both right and wrong answers, regardless of length or format rewards.
 
 Source: DAPO, dynamic sampling (arXiv 2503.14476, section 3.2): 0 < number of right ones < G. verl's metric ``acc``.
 """

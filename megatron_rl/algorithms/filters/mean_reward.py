@@ -1,6 +1,6 @@
-"""A mean reward within bounds: tasks that the policy solves sometimes, but neither hardly ever nor nearly always.
+"""Keeps groups with a mean reward within bounds: tasks that are neither too easy nor too hard.
 
-Source: PRIME (arXiv 2502.01456), online prompt filtering, there of accuracies from 0.2 to 0.8.
+Source: PRIME (arXiv 2502.01456), online prompt filtering, there with accuracies from 0.2 to 0.8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(GroupFilter):
-    """``low <= mean <= high``, and not all rewards are equal."""
+    """Passes groups with ``low <= mean <= high`` whose rewards are not all equal."""
 
     low: float = option(0.2)
     """Lowest mean reward that counts."""

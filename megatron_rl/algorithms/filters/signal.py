@@ -1,6 +1,6 @@
-"""Rewards that differ: a group whose samples are all right or all wrong teaches nothing.
+"""Keeps groups with different rewards: without variance there is no gradient.
 
-Source: DAPO, dynamic sampling (arXiv 2503.14476, section 3.2), there of accuracies: see ``accuracy``.
+Source: DAPO, dynamic sampling (arXiv 2503.14476, section 3.2), there with accuracies: see ``accuracy``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One file per policy loss: a class ``Loss``, see ``extension.Extension``. The trainer divides."""
+"""One file per policy loss: a class ``Loss``, see ``extension.Extension``. The trainer applies denominators."""

@@ -11,13 +11,13 @@ from megatron_rl.algorithms import Extension, LossInputs, Terms, log_ratio, opti
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Extension):
-    """``-sg[clip(rho, 1 - eps_lower, 1 + eps_upper)] A log pi_current``; a clipped token keeps its gradient.
+    """``-sg[clip(rho, 1 - eps_lower, 1 + eps_upper)] A log pi_current``; clipped tokens keep a gradient.
 
-    Only the gradient of the value means something. A token counts as clipped whatever the sign of its advantage.
+    Only the gradient is meaningful, not the value. Tokens count as clipped for any sign of the advantage.
     """
 
     clamp_eps_lower: float = option(1.0, gt=0, le=1)
-    """The ratio is clipped below at ``1 - clamp_eps_lower``; the paper leaves that side open, which is 1."""
+    """The ratio is clipped below at ``1 - clamp_eps_lower``; 1 is no clip, as in the paper."""
     clamp_eps_upper: float = option(0.2, gt=0)
     """The ratio is clipped above at ``1 + clamp_eps_upper``; the paper gives no number."""
 

@@ -15,27 +15,28 @@ class Loss(Extension):
     """``clipped_surrogate`` of ``rho = pi_current / pi_old`` at each token."""
 
     clamp_eps_lower: float = option(0.2, gt=0, le=1)
-    """The ratio is clipped below at ``1 - clamp_eps_lower``; 1 leaves that side open."""
+    """The ratio is clipped below at ``1 - clamp_eps_lower``; 1 is no clip."""
     clamp_eps_upper: float = option(0.2, gt=0)
     """The ratio is clipped above at ``1 + clamp_eps_upper``."""
     dual_clip: float | None = option(None, gt=1)
-    """For a negative advantage the loss is at most ``dual_clip * |A|``; None is off. At 1 or below it would stop the
-    gradient of unchanged tokens."""
+    """Caps the loss of negative advantages at ``dual_clip * |A|``; None is off. Must be above 1, or unchanged tokens
+    would lose their gradient.
+    """
 
     def __call__(self, batch: LossInputs) -> Terms:
         ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp()
         return self.clipped_surrogate(ratio, batch)
 
     def clipped_surrogate(self, ratio: Tensor, batch: LossInputs) -> Terms:
-        """Return ``max(-ratio A, -clip(ratio, 1 - eps_lower, 1 + eps_upper) A)``, and its dual clip for ``A < 0``.
+        """Return ``max(-ratio A, -clip(ratio, 1 - eps_lower, 1 + eps_upper) A)``, dual-clipped for ``A < 0``.
 
-        PPO, arXiv 1707.06347, eq. 7, with a sign because it is minimised; the two bounds differ as in DAPO, arXiv
-        2503.14476; dual clip ``min(., -c A)`` from arXiv 1912.09729: without it a token the new policy likes much
-        better than the old one did is pushed down with an unbounded ratio.
+        PPO, arXiv 1707.06347, eq. 7, negated to be minimised; separate bounds as in DAPO, arXiv 2503.14476; dual clip
+        ``min(., -c A)`` of arXiv 1912.09729: without it a token that became much more likely is pushed down with an
+        unbounded ratio.
 
         Args:
             ratio: [T] fp32, positive, with gradient; 1 at masked positions.
-            batch: its advantages.
+            batch: provides the advantages.
         """
         lower, upper = 1 - self.clamp_eps_lower, 1 + self.clamp_eps_upper
         in_loss, advantages = batch.in_loss, batch.advantages

@@ -12,14 +12,13 @@ from megatron_rl.algorithms.losses import clip
 class Loss(clip.Loss):
     """``clipped_surrogate`` of ``s = exp(mean of log rho over the sequence's loss tokens)``.
 
-    Each token's ratio has the value ``s`` and the gradient ``s * grad log pi`` of that token alone
-    (GSPO-token there, whose tokens may have advantages of their own); with equal ones and reduced with
-    ``sequence-mean`` this is the gradient of the sequence-level objective.
-    The ratio is a geometric mean: the paper's clip range, the default, is three orders of magnitude below that of
-    token ratios. The clip counts are of tokens in clipped sequences.
+    Each token's ratio has the value ``s`` and the gradient ``s * grad log pi`` of that token alone (the paper's
+    GSPO-token); with one advantage per sequence and ``sequence-mean`` this is the gradient of the sequence-level
+    objective. The ratio is a geometric mean, so the paper's clip range, the default, is three orders of magnitude
+    smaller than for token ratios. Clip counts are of tokens in clipped sequences.
 
-    Of a sample of several sequences each has a ratio of its own: it is the probability of what was drawn after one
-    prompt, whatever else the harness tried. Its weight is its share of the sample's tokens.
+    Each sequence of a sample has its own ratio: the probability of what was drawn after one prompt. Its weight is its
+    share of the sample's tokens.
     """
 
     AGGREGATION = "sequence-mean"

@@ -1,7 +1,6 @@
-"""GSPO-token: the ratio of the whole sequence, the advantage and the gradient of each token (arXiv 2507.18071, eq. 13).
+"""GSPO-token: sequence-level ratio, token-level advantage and gradient (arXiv 2507.18071, eq. 13).
 
-`gspo` computes it so already, being the same where a sequence has one advantage. This is its name where tokens have
-advantages of their own.
+Identical to `gspo`, which is the same with one advantage per sequence; use this name with token-level advantages.
 """
 
 from __future__ import annotations

@@ -13,16 +13,15 @@ from megatron_rl.algorithms import Extension, LossInputs, Terms, log_ratio, opti
 class Loss(Extension):
     """``-4 / tau sigmoid(tau (rho - 1)) A``, with ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
 
-    Its gradient is that of ``-rho A`` times ``4 p (1 - p)``, p being the sigmoid: 1 at rho = 1, and falling on both
-    sides.
+    The gradient is that of ``-rho A`` times ``4 p (1 - p)``, p being the sigmoid: 1 at rho = 1, smaller on both sides.
     """
 
     AGGREGATION = "sequence-mean"
 
     tau_pos: float = option(1.0, gt=0)
-    """Temperature where the advantage is positive; a larger one lets go earlier."""
+    """Temperature for positive advantages; larger ones reduce the gradient earlier."""
     tau_neg: float = option(1.05, gt=0)
-    """Temperature elsewhere; the paper's is larger, as pushing a token down spreads over all others."""
+    """Temperature for others; larger in the paper, because pushing a token down affects all others."""
 
     def __call__(self, batch: LossInputs) -> Terms:
         in_loss, advantages = batch.in_loss, batch.advantages

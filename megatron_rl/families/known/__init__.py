@@ -1,1 +1,1 @@
-"""One file is one family; ``FAMILIES`` of `families.family` finds it by its name."""
+"""One file per family, found by its name in ``FAMILIES`` of `families.family`."""

@@ -36,7 +36,7 @@ def _read(config: HfConfig) -> Architecture:
 
 
 def _scale(config: HfConfig, width: int, rotation: dict[str, Any]) -> float | None:
-    """YaRN makes scores sharper by a factor of its own, whatever it does to cos and sin; None: 1 / sqrt(width)."""
+    """Return the softmax scale: YaRN multiplies scores by an additional factor; None: 1 / sqrt(width)."""
     rope = config.within("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rotation.get("rope_type") != "yarn" or not rope.get("mscale_all_dim"):
         return None

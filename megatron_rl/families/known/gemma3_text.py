@@ -1,4 +1,4 @@
-"""Gemma 3, text only: sliding windows in five layers of six, a rotation for each kind, norms before and behind."""
+"""Gemma 3, text only: sliding windows in five of six layers, with another rotation; norms before and after blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.families.rotation import rotations_by_kind
 from megatron_rl.families.weights import decoder_weights
 
 _BASE, _LOCAL_BASE, _EVERY, _QUERY_WIDTH = 1e6, 1e4, 6, 256
-"""transformers' defaults: published files do not name what has its default."""
+"""transformers' defaults, which published files omit."""
 _NAMES = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "self_attention.post_layernorm": "post_attention_layernorm",

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, windows in every other layer, biases everywhere, experts with bounded gates, in MXFP4."""
+"""gpt-oss: attention sinks, windows in every other layer, biases everywhere, experts with clamped gates, in MXFP4."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _read(config: HfConfig) -> Architecture:
 
 
 def _weights(model: Architecture) -> WeightMap:
-    """A layer's experts are stacks, their matrices transposed, and rows of gate and up projection take turns."""
+    """Describe stacked experts: transposed matrices, with alternating rows of gate and up projection."""
     found = decoder_weights(model, {"router": "router"})
     count, hidden, width = model.num_experts, model.hidden_size, model.moe_ffn_hidden_size
 

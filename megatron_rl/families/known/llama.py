@@ -1,4 +1,4 @@
-"""Llama 3 to 3.3: no biases; from 3.1 on low rotary frequencies are scaled."""
+"""Llama 3 to 3.3: no biases; from 3.1 on scaled low rotary frequencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ministral: Mistral with a sliding window in the layers that ``layer_types`` names."""
+"""Ministral: Mistral with a sliding window in some layers (``layer_types``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rl.families.family import SMALL, Family, read_decoder
 from megatron_rl.families.hf_config import HfConfig
 
 _WINDOW = 4096
-"""transformers' default where the file does not name one; ``null`` is none."""
+"""transformers' default if missing; ``null`` is no window."""
 
 
 def _read(config: HfConfig) -> Architecture:

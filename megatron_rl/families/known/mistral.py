@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers, in early versions with a sliding window, in the same way in all of them."""
+"""Mistral: Llama's layers; early versions have a sliding window in all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rl.families.family import SMALL, Family, read_decoder
 from megatron_rl.families.hf_config import HfConfig
 
 _WINDOW = 4096
-"""transformers' default where the file does not name one; ``null`` is none."""
+"""transformers' default if missing; ``null`` is no window."""
 
 
 def _read(config: HfConfig) -> Architecture:

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP instead of before them, queries and keys normalised over all heads."""
+"""OLMo 2: norms after attention and MLP instead of before, and query and key norms over all heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def read_olmo(config: HfConfig, **settings: Any) -> Architecture:
-    """Return `read_decoder` with what OLMo 2 and 3 have in common."""
+    """Call `read_decoder` with the settings common to OLMo 2 and 3."""
     epsilon = config.number("rms_norm_eps", 1e-5)
     return read_decoder(
         config, norm_epsilon=epsilon, qk_layernorm=True, qk_layernorm_across_heads=True, post_norm=True, **settings

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with sliding windows in three layers of four, whose rotation is not scaled."""
+"""OLMo 3: OLMo 2 with sliding windows in three of four layers, without rotary scaling there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: queries, keys and values have biases, no other linear has."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values only."""
 
 from __future__ import annotations
 

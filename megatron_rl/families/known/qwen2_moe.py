@@ -1,4 +1,4 @@
-"""Qwen1.5 and Qwen2 with experts: biases on queries, keys and values, and a shared expert behind a sigmoid gate."""
+"""Qwen1.5 and Qwen2 with experts: biases on queries, keys and values, and a shared expert with a sigmoid gate."""
 
 from __future__ import annotations
 

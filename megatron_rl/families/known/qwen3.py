@@ -1,4 +1,4 @@
-"""Qwen3, dense: queries and keys are normalised per head, heads have a width of their own."""
+"""Qwen3, dense: norms of queries and keys per head, and an independent head width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_rl.families.hf_config import HfConfig
 
 
 def _read(config: HfConfig) -> Architecture:
-    # Qwen3's default; 16 heads of 128 on a residual stream of 1024, so it does not follow from the others.
+    # Qwen3's default, independent of others, e.g. 16 heads of 128 with a residual stream of 1024.
     return read_qwen(config, qk_layernorm=True, kv_channels=config.whole("head_dim", 128))
 
 

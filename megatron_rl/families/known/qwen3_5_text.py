@@ -1,4 +1,4 @@
-"""Qwen3.5, dense, text only: the layers of Qwen3-Next, whose delta rule has four projections in place of two."""
+"""Qwen3.5, dense, text only: the layers of Qwen3-Next, with four DeltaNet projections instead of two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 with routed experts, none of them shared."""
+"""Qwen3 with routed experts, without shared ones."""
 
 from __future__ import annotations
 

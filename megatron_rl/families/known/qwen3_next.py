@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of the gated delta rule to one of gated attention, experts, and a gated shared expert."""
+"""Qwen3-Next: three DeltaNet layers per gated attention layer, experts, and a gated shared expert."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What an attention backend is: which passes it computes, over which cache, and on which devices.
+"""The interface of attention backends: kernels, their inputs, and the devices they support.
 
-    packed   sequences laid end to end, nothing cached: training, and prompts that fit one prefill
-    decode   one new token a row against the KV cache
-    extend   several new tokens of several sequences, their beginnings already in the KV cache
-    spans    as packed, of a share of the tokens: pieces of sequences against the keys up to their ends
+    packed   concatenated sequences, nothing cached: training, and prompts that fit one prefill
+    decode   one new token per row against the KV cache
+    extend   several new tokens of several sequences whose prefixes are in the KV cache
+    spans    like packed, for a share of the tokens: pieces of sequences against the keys up to their ends
 
-A kernel first prepares a batch, once for all layers: a function that is given the sliding window as one more argument,
-but only where the layers have one (`plan.prepared`). Of layers with attention sinks what attends is given them as one
-more argument, [query heads], the logit of each head that takes part in its softmax and attends to nothing.
+``prepare`` runs once per batch, for all layers; in models with sliding windows once per window, which is its last
+argument (`plan.prepared_for`). ``attend`` gets the attention sinks of layers that have them as last argument, [query
+heads]: a logit per head that enters the softmax with a zero value.
 """
 
 from __future__ import annotations
@@ -34,64 +34,64 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Requirements:
-    """A run's requirements of its kernels, as far as they differ in it."""
+    """What a model and run require of attention kernels."""
 
     dtype: torch.dtype
-    """Of the model's activations."""
+    """Dtype of activations."""
     cache_dtype: torch.dtype
-    """Of the KV cache."""
+    """Dtype of the KV cache."""
     head_width: int
     spans: bool = False
-    """Training runs a share of a packed batch: over context-parallel ranks, or as sequences share beginnings."""
+    """Training computes a share of each batch: with context parallelism or shared prompts."""
     window: int | None = None
-    """Of the layers that attend to the most recent tokens only; None: there are none."""
+    """Sliding window of the layers that have one; None: no such layers."""
     sinks: bool = False
     """Layers have attention sinks."""
     latents: bool = False
-    """Values have another width than keys, and in a cache of latents are a part of them."""
+    """Values are narrower than keys (MLA); in a latent cache they are a part of the keys."""
     invariant: bool = False
-    """A token gets the same bits in a rollout and in training (`--batch-invariant-mode`); on a CPU all backends do."""
+    """A token gets the same bits in rollouts and training (`--batch-invariant-mode`); on a CPU all backends comply."""
 
 
 class KVCache(Protocol):
-    """The cache as a backend sees it; ``keys`` and ``values`` have one tensor a layer.
+    """The cache as a backend sees it; ``keys`` and ``values`` have one tensor per layer.
 
-    Rows: ``[rows, groups, max_length, D]``. Blocks: ``[blocks, block_size, groups, D]`` and ``table``
-    [rows, blocks of the longest sequence] int32.
+    Rows: ``[rows, groups, max_length, D]``. Blocks: ``[blocks, block_size, groups, D]`` and ``table`` [rows, blocks of
+    the longest sequence] int32.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     dtype: torch.dtype
-    """Of the model's activations: what a product with the cache is computed in."""
+    """Dtype of activations, in which attention is computed."""
     max_length: int
-    """Of a sequence."""
+    """Longest sequence."""
     format: KVFormat
-    """What ``keys`` and ``values`` hold; where it is not exact, a kernel reads through it or knows its scales."""
+    """Number format of ``keys`` and ``values``; kernels for E4M3 need its scales."""
     table: torch.Tensor
     """Blocks only."""
     block_size: int
-    """Blocks only; tokens."""
+    """Blocks only; tokens per block."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Several tokens of several sequences, laid end to end."""
+    """New tokens of several sequences, concatenated."""
 
     rows: torch.Tensor
-    """[S] int64, of the cache."""
+    """[S] int64, rows of the cache."""
     lengths: Sequence[int]
-    """New tokens of each sequence, known to the host."""
+    """New tokens of each sequence, on the host."""
     cu_seqlens: torch.Tensor
-    """[S + 1] int32, their borders."""
+    """[S + 1] int32, offsets of the sequences."""
     position_ids: torch.Tensor
-    """[T] int64 within the whole sequence."""
+    """[T] int64, positions within the whole sequences."""
     key_length: int
-    """No sequence is longer than this after them."""
+    """Upper bound of the sequence lengths including these tokens."""
 
 
-def anywhere(device: DeviceFacts, requirements: Requirements | None = None) -> None:
-    """Report no problem: for what runs on every device, whatever is asked of it."""
+def no_problem(device: DeviceFacts, requirements: Requirements | None = None) -> None:
+    """Return None: no requirements."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,11 @@ class SpanKernel:
     """Attention of spans, each to its sequence's keys up to its own end; differentiable."""
 
     prepare: Callable[..., Any]
-    """(`Share`) -> what ``attend`` is given."""
+    """(`Share`) -> ``prepared``."""
     attend: Callable[..., torch.Tensor]
-    """(query [W, 1, heads, D], key and value [K, 1, groups, D], prepared) -> [W, 1, heads * D]: K are the keys of each
-    span end to end, of which a span's last token sees all, the one before it all but the last."""
+    """(query [W, 1, heads, D], key and value [K, 1, groups, D], prepared) -> [W, 1, heads * D]. K: the keys of all
+    spans, concatenated; the last token of a span sees all of its keys, the one before it all but the last.
+    """
 
 
 @dataclass(frozen=True)
@@ -110,66 +111,66 @@ class PackedKernel:
     """Causal self-attention within each sequence of a packed batch; differentiable."""
 
     prepare: Callable[..., Any]
-    """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what ``attend`` is given."""
+    """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> ``prepared``."""
     attend: Callable[..., torch.Tensor]
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
-    unfit: Callable[[DeviceFacts, Requirements], str | None] = anywhere
-    """Why it cannot do what is required, in words that follow its name; None if it can."""
+    unsupported: Callable[[DeviceFacts, Requirements], str | None] = no_problem
+    """Return what the kernel does not support, as a phrase after its name; else None."""
     spans: SpanKernel | None = None
-    """None: it computes whole sequences only."""
+    """None: only whole sequences."""
     windows: bool = False
-    """It computes sliding windows; ``spans``, too."""
+    """Supports sliding windows, also in ``spans``."""
     sinks: bool = False
-    """It computes attention sinks; ``spans``, too."""
+    """Supports attention sinks, also in ``spans``."""
     latents: bool = False
-    """It takes values of another width than keys."""
+    """Supports values of another width than keys."""
 
 
 @dataclass(frozen=True)
 class CacheKernel:
-    """Attention over the KV cache. New keys and values are in the cache before it is asked."""
+    """Attention over the KV cache, to which new keys and values have already been written."""
 
     layout: Literal["rows", "blocks"]
-    """``rows``: a row is a stretch of memory of its own. ``blocks``: a table says where its pieces, pages, lie."""
+    """``rows``: each row is contiguous. ``blocks``: a table lists the blocks (pages) of each row."""
     prepare_decode: Callable[..., Any]
-    """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them) -> what ``decode`` is
-    given."""
+    """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them) -> ``prepared``."""
     decode: Callable[..., torch.Tensor]
-    """(query [N, 1, heads, D], cache, index of the layer, prepared) -> [N, 1, heads * D]."""
+    """(query [N, 1, heads, D], cache, layer index, prepared) -> [N, 1, heads * D]."""
     prepare_extend: Callable[..., Any]
-    """(cache, `NewTokens`) -> what ``extend`` is given."""
+    """(cache, `NewTokens`) -> ``prepared``."""
     extend: Callable[..., torch.Tensor]
-    """As ``decode``, with query [T, 1, heads, D]."""
+    """Like ``decode``, with query [T, 1, heads, D]."""
     needs_key_length: bool = True
-    """False where ``key_length`` is not used, so that one captured graph serves all lengths."""
+    """False if ``key_length`` is ignored, so that one captured graph serves all lengths."""
     prepare_steps: Callable[[KVCache, torch.Tensor, int], Iterator[Any]] | None = None
-    """`prepare_decode` for positions [k, N] of k steps, each one further than the last, where that is cheaper. A
-    step's result is used up before the next one is asked for."""
+    """A cheaper `prepare_decode` for k steps at positions [k, N], each one further than the last. A yielded value is
+    invalid after the next one.
+    """
     block_multiple: int = 1
     """The block size must be a multiple of it."""
-    unfit: Callable[[DeviceFacts, Requirements], str | None] = anywhere
-    """As of `PackedKernel`."""
+    unsupported: Callable[[DeviceFacts, Requirements], str | None] = no_problem
+    """See `PackedKernel.unsupported`."""
     windows: bool = False
     sinks: bool = False
     latents: bool = False
 
     @property
     def block_size(self) -> int:
-        """Tokens a block unless asked otherwise."""
+        """Default tokens per block."""
         return max(64, self.block_multiple)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One file of ``backends/``."""
+    """The ``BACKEND`` of a file in ``backends/``."""
 
     name: str
     problem: Callable[[DeviceFacts], str | None]
-    """Why it cannot run there, in a few words that follow its name; None if it can."""
+    """Return why it cannot run on a device, as a short phrase after its name; else None."""
     packed: PackedKernel | None
     cache: CacheKernel | None
     packed_rank: int = 0
-    """The automatic choice takes the highest rank of those that can run; 0 is never taken automatically."""
+    """The supported backend with the highest rank is chosen automatically; 0: never."""
     cache_rank: int = 0
 
 

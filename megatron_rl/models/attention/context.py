@@ -1,11 +1,11 @@
-"""Attention of a share of a packed batch: that of a context-parallel rank, or sequences that share their beginnings.
+"""Attention for a share of a packed batch: of a context-parallel rank, or of sequences with shared prefixes.
 
-A context-parallel rank has its share of every sequence, and all keys and values up to it.
+A context-parallel rank computes its share of every sequence, against all keys and values up to it.
 
-Keys and values of all ranks are gathered once a layer, and their gradients summed and scattered once a layer. What was
-gathered is not kept but gathered again in the backward pass, so a rank keeps its own tokens alone. Gathering costs
-little beside attention itself, puts no constraint on heads, as an exchange of tokens for heads would, and leaves
-kernels as they are, as a ring would not.
+Each layer gathers keys and values of all ranks, and reduce-scatters their gradients. The gathered tensors are not kept
+but gathered again in the backward pass, so a rank stores only its own tokens. Gathering is cheap compared with
+attention, works for any number of heads (unlike an exchange of tokens for heads), and needs no special kernels (unlike
+a ring).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharePlan(PackedPlan):
         cls, packing: Packing, ropes: Ropes, dtype: torch.dtype, kernel: PackedKernel,
         context_group: dist.ProcessGroup, windows: Iterable[int | None] = (None,),
     ) -> SharePlan:  # fmt: skip
-        """Make the plan of ``packing``, which has a share; tensors of the model are [W, 1, ...]."""
+        """Build the plan of ``packing``, which has a share; the model's tensors are [W, 1, ...]."""
         share = packing.share
         prepared = {window: prepared_for(window, kernel.spans.prepare, share) for window in windows}
         return cls.build(
@@ -46,9 +46,9 @@ class SharePlan(PackedPlan):
 
 
 class SharedPromptsPlan(SharePlan):
-    """The places where sequences share their beginnings."""
+    """Attention where sequences share prefixes."""
 
-    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *prepared: Any) -> torch.Tensor:
+    def run_kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *prepared: Any) -> torch.Tensor:
         """See `PackedPlan`; T is W."""
         widths = key.shape[-1], value.shape[-1]
         keys, values = repeated(torch.cat((key, value), -1), self.share.keys).split(widths, -1)
@@ -56,35 +56,35 @@ class SharedPromptsPlan(SharePlan):
 
 
 class ContextPlan(SharePlan):
-    """The parts of sequences that each context-parallel rank has."""
+    """Attention of a context-parallel rank, which has a part of each sequence."""
 
-    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *prepared: Any) -> torch.Tensor:
-        """See `PackedPlan`; T is W. Collective, in the backward pass too."""
-        kept = _KeysOfAll(key, value, self.share.keys, self.context_group)
+    def run_kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *prepared: Any) -> torch.Tensor:
+        """See `PackedPlan`; T is W. Collective, also in the backward pass."""
+        kept = _KeyGatherer(key, value, self.share.keys, self.context_group)
         keys, values = _GatheredKeys.apply(key, value, kept)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             output = self.kernel.spans.attend(query, keys, values, *prepared)
-        return _GatherAgain.apply(output, kept)
+        return _Regather.apply(output, kept)
 
 
-class _KeysOfAll:
-    """Keys and values that the spans of this rank see, while a kernel runs, forward or backward.
+class _KeyGatherer:
+    """Gathers the keys and values that this rank's spans see, in the forward and again in the backward pass.
 
-    `_GatherAgain` stands behind the kernel and `_GatheredKeys` before it, so that in the backward pass every rank
-    gathers once, whatever its kernel has kept.
+    `_Regather` comes after the kernel and `_GatheredKeys` before it, so that every rank gathers exactly once in the
+    backward pass, whatever its kernel saves.
     """
 
     def __init__(
         self, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor, context_group: dist.ProcessGroup
     ) -> None:
-        """This rank's keys and values, [W, 1, groups, D]; values may be of another width."""
+        """``key`` and ``value``: this rank's, [W, 1, groups, D]; widths may differ."""
         self._own, self.index, self.group = (key.detach(), value.detach()), index, context_group
         self.widths = key.shape[-1], value.shape[-1]
         self._seen: tuple[torch.Tensor, ...] = ()
 
     @torch.no_grad()
     def gather(self) -> tuple[torch.Tensor, ...]:
-        """Keys and values, [K, 1, groups, D] each; collective."""
+        """Return keys and values, [K, 1, groups, D] each; collective."""
         own = torch.cat(self._own, -1)  # in one message
         every = own.new_empty(own.shape[0] * self.group.size(), *own.shape[1:])
         dist.all_gather_into_tensor(every, own, group=self.group)
@@ -92,26 +92,26 @@ class _KeysOfAll:
         return self._seen
 
     def drop(self) -> None:
-        """Forget what was gathered; the kernel is through."""
+        """Free the gathered tensors."""
         self._seen = ()
 
     def pack(self, saved: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
-        """Return what autograd keeps in place of ``saved``, if that is a view of what was gathered."""
+        """Replace a ``saved`` view of the gathered tensors by its shape and strides."""
         for which, seen in enumerate(self._seen):
             if saved.untyped_storage().data_ptr() == seen.untyped_storage().data_ptr():
                 return which, saved.shape, saved.stride(), saved.storage_offset()
         return saved
 
     def unpack(self, packed: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
-        """Undo `pack`, once gathered again."""
+        """Undo `pack`, after `gather`."""
         return packed if isinstance(packed, torch.Tensor) else self._seen[packed[0]].as_strided(*packed[1:])
 
 
 class _GatheredKeys(torch.autograd.Function):
-    """This rank's keys and values to those that its spans see; gradients are summed over the ranks."""
+    """Map this rank's keys and values to those that its spans see; gradients are summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: _KeysOfAll) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, kept: _KeyGatherer) -> tuple[torch.Tensor, ...]:
         ctx.kept, ctx.tokens = kept, key.shape[0]
         return kept.gather()
 
@@ -128,11 +128,11 @@ class _GatheredKeys(torch.autograd.Function):
         return *summed.split(kept.widths, -1), None
 
 
-class _GatherAgain(torch.autograd.Function):
-    """The kernel's output as it is; the first thing that its backward pass meets."""
+class _Regather(torch.autograd.Function):
+    """Identity on the kernel's output, whose backward pass, the first to run, gathers again."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, kept: _KeysOfAll) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, kept: _KeyGatherer) -> torch.Tensor:
         ctx.kept = kept
         kept.drop()
         return output.view_as(output)

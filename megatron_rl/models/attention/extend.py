@@ -1,9 +1,8 @@
-"""The Triton kernel for several new tokens of several sequences, over pages of the KV cache or over packed keys.
+"""The Triton kernel for new tokens of several sequences, over pages of the KV cache or over packed keys.
 
-Invariant, a split of 256 keys is a softmax of its own and splits are folded in ascending order, as in
-`kernels.decode`: a token gets the same bits from a decode step, from an extension wherever it begins, and from a
-packed batch. Blocks of keys are aligned to the sequence's first key, keys that a token does not see change no bit, and
-the compiler contracts no multiplication and addition.
+In invariant mode each split of 256 keys has its own softmax, and splits are combined in ascending order, as in
+`kernels.decode`: a token gets the same bits in a decode step, an extension and a packed batch. For that, key blocks are
+aligned to the start of the sequence, masked keys change no bit, and the compiler fuses no multiply-add.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.models.attention import tiles
-from megatron_rl.models.attention.tiles import add_block, fold, nothing, read_block
+from megatron_rl.models.attention.tiles import add_block, empty_softmax, fold, read_block
 
 
 def extend(
@@ -24,11 +23,11 @@ def extend(
     sinks: torch.Tensor | None = None, window: int | None = None, invariant: bool = False,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend with ``query`` [T, 1, heads, D] of S sequences laid end to end -> [T, 1, heads * D].
+    """Attend with ``query`` [T, 1, heads, D] of S concatenated sequences -> [T, 1, heads * D].
 
     ``cu_seqlens`` [S + 1] int32 and ``first_positions`` [S] int64 of the new tokens, at most ``longest`` each;
     ``table`` [S, pages] int32; the rest as in `kernels.decode`. Packed keys are pages of one token, [K, 1, groups, D],
-    and ``table`` is their borders [S + 1]. ``lse`` [heads, T] fp32 gets the logarithms of the softmaxes' sums.
+    with their offsets [S + 1] as ``table``. ``lse`` [heads, T] fp32 receives the log-sum-exps.
     """
     tokens, _, heads, width = query.shape
     _, page_length, groups, _ = keys.shape
@@ -62,7 +61,7 @@ def extend_kernel(
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attend; a program is (sequence, group, tile of new tokens, each with all query heads of the group)."""
+    """Attend; one program per (sequence, group, tile of new tokens times the query heads of the group)."""
     sequence, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_token = tl.load(cu_seqlens + sequence)
     count = tl.load(cu_seqlens + sequence + 1) - start_token
@@ -77,11 +76,11 @@ def extend_kernel(
         q = tl.load(query + place, mask=real, other=0.0)
         if key_scales is not None:
             scale *= tl.load(key_scales + group)
-        q, factor = tiles.as_factor(q, scale, key_scales is not None)
+        q, factor = tiles.prepare_query(q, scale, key_scales is not None)
         largest, total, mixed = tiles.with_sinks(sinks, member, token < count, log2_e, BLOCK_Q, BLOCK_D)
         if SPLIT is not None:
             all_largest, all_total, all_mixed = largest, total, mixed
-            largest, total, mixed = nothing(BLOCK_Q, BLOCK_D)
+            largest, total, mixed = empty_softmax(BLOCK_Q, BLOCK_D)
         key_length = first + tl.minimum(count, ((tile + 1) * BLOCK_Q + SHARE - 1) // SHARE)
         begin = tiles.first_key(first + tile * BLOCK_Q // SHARE + 1, WINDOW) // BLOCK_K * BLOCK_K
         page = page_at(table, begin, PAGE)
@@ -92,7 +91,7 @@ def extend_kernel(
             value = read_block(
                 values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
             )
-            # A step ahead: a load that waits for the load of its address is not overlapped.
+            # A step ahead: a load whose address is being loaded cannot overlap.
             page = page_at(table, tl.minimum(start + BLOCK_K, key_length - 1), PAGE)
             visible = position[None, :] <= (first + token)[:, None]
             if WINDOW is not None:
@@ -102,7 +101,7 @@ def extend_kernel(
             )
             if SPLIT is not None and (start + BLOCK_K) % SPLIT == 0:
                 all_largest, all_total, all_mixed = fold(all_largest, all_total, all_mixed, largest, total, mixed)
-                largest, total, mixed = nothing(BLOCK_Q, BLOCK_D)
+                largest, total, mixed = empty_softmax(BLOCK_Q, BLOCK_D)
         if SPLIT is not None:
             largest, total, mixed = fold(all_largest, all_total, all_mixed, largest, total, mixed)
         if value_scales is not None:

@@ -1,16 +1,16 @@
-"""Triton kernels of a decode step, on CUDA or in Triton's interpreter; their twin is ``backends/paged.py``.
+"""Triton kernels of a decode step, on CUDA or in Triton's interpreter; the torch twin is ``backends/paged.py``.
 
-`decode`: one new token a row against its pages, in one kernel: a softmax for each split of the keys, then their sum,
-which the program that finishes the last split of a row computes in ascending order of the splits.
+`decode`: one new token per row against its pages, in one kernel: a softmax for each split of the keys, then the program
+that finishes a row's last split combines its splits in ascending order.
 
     keys 600, 1, 300     splits of 256 keys     items   row 0: 0 1 2   row 1: 0   row 2: 0 1
-                                                programs take items in turn until there are no more
+                                                programs take items in turn until none is left
 
-How the keys are cut depends on the GPU and the longest sequence that the cache can hold: a row's result does not depend
-on its neighbours. `find_splits` lists on the device, once a step, the splits that have keys, so one captured
-graph serves all lengths, and no program is started for a split that has none.
+The split length depends only on the GPU and the longest sequence of the cache, so a row's result does not depend on
+other rows. `find_splits` lists the non-empty splits on the device, once per step, so one captured graph serves all
+lengths, and no program starts for an empty split.
 
-A page is a block of the cache; a block, here, the keys that a program reads at once.
+Here a page is a block of the cache, and a block the keys that a program reads at once.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import triton
 import triton.language as tl
 
 from megatron_rl.models.attention import tiles
-from megatron_rl.models.attention.tiles import add_block, fold, nothing, read_block
+from megatron_rl.models.attention.tiles import add_block, empty_softmax, fold, read_block
 
 MOST_SPLITS = 64
 SHORTEST_SPLIT = 128
-"""Keys; below it, adding up the parts costs more than it saves."""
+"""Keys; for shorter splits, combining them costs more than they save."""
 _USUAL_SPLIT = 256
 _ROWS_TO_FILL = 32
-"""Rows of the longest sequences whose usual splits should fill a GPU; where they do not, splits are the shortest."""
+"""Longest rows whose splits of usual length should fill a GPU; if they do not, the shortest splits are used."""
 _BLOCK = 64
 _SUMMED = 8
-"""Parts that are read at once to be added up."""
+"""Parts read at once when they are combined."""
 _ROWS = 256
-"""Whose splits are found at once. A number that went with the batch would need a kernel for each size."""
+"""Rows per iteration of `find_kernel`; fixed, because a size that depends on the batch needs a kernel for each."""
 PROGRAMS_PER_PROCESSOR = 3
-"""As many as fit at once (test_triton_paged_compile.py): one that had to wait for others would find no work left."""
+"""As many as are resident at once (test_triton_paged_compile.py): later ones would find no work."""
 INVARIANT_PROGRAMS = 2
-"""The same of tiles of 64 rows."""
+"""The same for tiles of 64 rows."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,25 @@ class Splits:
     positions: torch.Tensor
     """[N] int64: row n attends to ``positions[n] + 1`` keys."""
     items: torch.Tensor
-    """int32, ``row * splits + split`` each, of which the first ``count`` count."""
+    """int32, ``row * splits + split`` each; the first ``count`` are valid."""
     count: torch.Tensor
     """[1] int32."""
     length: int
-    """Keys a split."""
+    """Keys per split."""
     most: int
     """Splits of the longest sequence."""
     counters: torch.Tensor
-    """[N, key heads] int32: how many splits are done; a multiple of the row's splits between two layers."""
+    """[N, key heads] int32: finished splits; a multiple of the row's splits between two layers."""
     window: int | None = None
-    """Keys that a row attends to at most, its newest."""
+    """Sliding window."""
     invariant: bool = False
-    """A row gets the bits that `extend.extend` and `extend.packed` give a token."""
+    """A row gets the same bits as a token in `extend.extend`."""
 
 
 def find_splits(
     positions: torch.Tensor, longest: int, groups: int, window: int | None = None, invariant: bool = False
 ) -> Splits:
-    """Find the splits of rows at ``positions`` [N] int64 in a cache of up to ``longest`` tokens; one kernel.
-
-    ``groups`` are the key heads.
-    """
+    """Find the splits of rows at ``positions`` [N] int64, up to ``longest``, for ``groups`` key heads; one kernel."""
     rows, device = positions.shape[0], positions.device
     length = tiles.INVARIANT_SPLIT if invariant else split_length(longest, groups, _processors(device))
     most = -(-longest // length)
@@ -86,7 +83,7 @@ def find_splits(
 
 
 def split_length(longest: int, groups: int, processors: int) -> int:
-    """Return the keys of a split, a multiple of every block; the rows of a step do not count."""
+    """Return the keys per split, a multiple of every block size; independent of the batch."""
     items = _ROWS_TO_FILL * groups * -(-longest // _USUAL_SPLIT)
     if items < processors * PROGRAMS_PER_PROCESSOR:
         return SHORTEST_SPLIT
@@ -99,9 +96,9 @@ def decode(
 ) -> torch.Tensor:  # fmt: skip
     """Map ``query`` [N, 1, heads, D] to [N, 1, heads * D].
 
-    ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or with fp32 ``scales`` [groups] of
-    each E4M3 codes as uint8. ``table`` [at least N, pages of the longest sequence] int32; ``sinks`` [heads]. The host
-    reads nothing. N x heads x splits x D fp32 numbers are held: 235 MB for 256 rows of a 7B at a limit of 16k.
+    ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or E4M3 codes as uint8 with fp32
+    ``scales`` [groups] of each. ``table`` [at least N, pages of the longest sequence] int32; ``sinks`` [heads]. No host
+    read. Needs N x heads x splits x D fp32 numbers: 235 MB for 256 rows of a 7B model at 16k tokens.
     """
     rows, _, heads, width = query.shape
     _, page_length, groups, _ = keys.shape
@@ -109,7 +106,7 @@ def decode(
     query = query.contiguous()
     out = torch.empty(rows, 1, heads * width, dtype=query.dtype, device=query.device)
     parts = torch.empty(rows, heads, most, width, dtype=torch.float32, device=query.device)
-    # Of each part, the largest score and the sum of the weights.
+    # Of each part: the largest score, and the sum of the weights.
     figures = torch.empty(2, rows, heads, most, dtype=torch.float32, device=query.device)
     block_d = tiles.padded_width(width)
     pages_reached = -(-splits.length // page_length) + (splits.length % page_length > 0)  # by a split, at most
@@ -134,8 +131,8 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-# Triton compiles a kernel for each alignment of each pointer. Of these some come at 8 or 4 bytes: a row of a table of
-# positions, a layer's scales, the second half of a buffer. A second kernel would be compiled in the middle of a run.
+# Triton compiles a kernel for each alignment of each pointer. Some of these are aligned to 8 or 4 bytes only: rows of a
+# table, a layer's scales, half a buffer. Without this, a second kernel would be compiled in the middle of a run.
 
 
 @triton.jit(do_not_specialize=["rows", "cells"], do_not_specialize_on_alignment=["positions"])
@@ -143,7 +140,7 @@ def find_kernel(
     positions, items, count, counters, rows, cells,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """List the items of the rows, one row after the other, and reset the counters; one program, BLOCK at once."""
+    """List the items of all rows in order, and reset the counters; one program, BLOCK rows at once."""
     for start in range(0, cells, BLOCK):
         cell = start + tl.arange(0, BLOCK)
         tl.store(counters + cell, tl.zeros([BLOCK], tl.int32), mask=cell < cells)
@@ -171,7 +168,7 @@ def splits_kernel(
     SPLITS: tl.constexpr, PAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the parts of items; the programs of a group share its items, and its query heads are rows of a tile."""
+    """Compute the parts of items. The programs of a group share its items; its query heads are rows of a tile."""
     group = tl.program_id(1)
     member, column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     real = (member < SHARE)[:, None] & (column < WIDTH)[None, :]
@@ -179,7 +176,7 @@ def splits_kernel(
         scale *= tl.load(key_scales + group)
     work = tl.load(count)
     one = tl.minimum(work, 1)
-    # Addresses of the sum, computed before the loop, would take the registers of its blocks.
+    # Computed here, not before the loop, where these addresses would occupy registers.
     for at in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
         item = tl.load(items + at)
         row, split = item // SPLITS, item % SPLITS
@@ -188,9 +185,9 @@ def splits_kernel(
         first_head = (row.to(tl.int64) * GROUPS + group) * SHARE
         head = first_head + member
         q = tl.load(query + head[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
-        q, factor = tiles.as_factor(q, scale, key_scales is not None)
-        largest, total, mixed = nothing(BLOCK_Q, BLOCK_D)
-        # All pages of the split in registers: a load that waits for the load of its address is not overlapped.
+        q, factor = tiles.prepare_query(q, scale, key_scales is not None)
+        largest, total, mixed = empty_softmax(BLOCK_Q, BLOCK_D)
+        # All pages of the split in registers: a load whose address is being loaded cannot overlap.
         nth = tl.arange(0, PAGES)
         first_page = begin // PAGE
         known = (first_page + nth) * PAGE < length
@@ -205,8 +202,8 @@ def splits_kernel(
                 values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
             )
             if value_scales is not None:
-                # The compiler cannot know that this is 1, so it takes codes to fp16 before it lays them out for the
-                # tensor cores, in rows of 16 bytes. Otherwise it would first collect each column's codes byte by byte.
+                # Opaque 1: makes the compiler convert codes to fp16 before it arranges them for the tensor cores, in
+                # rows of 16 bytes. Otherwise it would first collect each column's codes byte by byte.
                 value *= one.to(value.dtype)
             largest, total, mixed = add_block(q, key, value, inside[None, :], factor, largest, total, mixed, INVARIANT)
         if value_scales is not None:
@@ -215,7 +212,7 @@ def splits_kernel(
         tl.store(parts + place[:, None] * WIDTH + column[None, :], mixed, mask=real)
         tl.store(maxima + place, largest, mask=member < SHARE)
         tl.store(sums + place, total, mask=member < SHARE)
-        # One thread counts for all, once all have stored; acq_rel shows the parts of all programs to the last one.
+        # One thread counts after all have stored; acq_rel makes the parts of all programs visible to the last one.
         tl.debug_barrier()
         skipped, end = seen // SPLIT, (length + SPLIT - 1) // SPLIT
         done = end - skipped
@@ -232,7 +229,7 @@ def sum_parts(
     SHARE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts ``skipped .. end - 1`` of a group's heads, one after the other; BLOCK_S are read at once."""
+    """Combine the parts ``skipped .. end - 1`` of a group's heads in order, reading BLOCK_S at once."""
     member, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     head = first_head + member
     largest, total, mixed = tiles.with_sinks(sinks, group * SHARE + member, member < SHARE, log2_e, BLOCK_H, BLOCK_D)

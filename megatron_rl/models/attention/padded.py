@@ -1,7 +1,7 @@
-"""Packed tokens as padded rows, for kernels that know rows only; similar lengths are padded together.
+"""Packed tokens as padded rows, for kernels without packed input; sequences of similar length are padded together.
 
-One set of padded rows is as long as the longest sequence. Of a rollout's samples, half are often a quarter as long,
-and their padding was most of the attention's work.
+Padded to the longest sequence, most of the attention's work was padding: half of a rollout's samples are often a
+quarter as long.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch.autograd.function import once_differentiable
 from megatron_rl.arithmetic import FEWEST_KEYS
 
 BUCKET_CELLS = 8192
-"""Cells of rows x keys that must be saved to pay for one more call. A cell of four heads takes 0.04 us of a CPU in
-both passes; of the operations around a call 0.3 ms are assumed. 4,096 to 32,768 did not differ measurably."""
+"""Cells (rows x keys) that must be saved to justify another kernel call. Assumes 0.04 us per cell of four heads on a
+CPU, forward and backward, and 0.3 ms per call. 4,096 to 32,768 did not differ measurably.
+"""
 CUDA_BUCKET_CELLS = 2**20
-"""The same on a GPU, where a cell costs next to nothing and a call some thirty launches: reckoned, not measured."""
+"""The same on a GPU, where cells are cheap and a call costs some thirty launches: estimated, not measured."""
 MAX_BORDERS = 32
-"""Places between two sequences that are looked at; more would cost more time than they save."""
+"""Largest number of candidate borders; more cost more time than they save."""
 
 
 class _Padding(torch.autograd.Function):
-    """Tokens to cells. No result depends on a cell of padding, so its gradient is 0 and need not be added up."""
+    """Gather tokens into cells. Outputs of padding are unused, so its gradients are 0 and are skipped."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
@@ -45,28 +46,28 @@ class PaddedRows:
 
     Worked example, lengths (3, 2), with fewer than `FEWEST_KEYS` keys allowed::
 
-        gather   0 1 2 | 3 4 0      (two rows of three; the 0 is padding)
+        gather   0 1 2 | 3 4 0      (two rows of three; the last 0 is padding)
         scatter  0 1 2   3 4
     """
 
     count: int
     longest: int
     gather: torch.Tensor
-    """[B * longest] int64: packed index of each cell; 0 where the cell is padding."""
+    """[B * longest] int64: packed index of each cell; 0 for padding."""
     scatter: torch.Tensor
     """[T] int64: cell of each packed token."""
     is_full: bool
-    """No cell is padding: nothing is gathered and nothing scattered."""
+    """True if there is no padding; then nothing is gathered or scattered."""
 
     @classmethod
     def build(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor) -> PaddedRows:
-        """Build the rows on the device of ``cu_seqlens`` [B + 1]; nothing is read back to the host."""
+        """Build the rows on the device of ``cu_seqlens`` [B + 1], without a host read."""
         count, longest, tokens, device = len(lengths), max(*lengths, FEWEST_KEYS), sum(lengths), cu_seqlens.device
         starts, sizes = cu_seqlens[:-1].long(), cu_seqlens.diff()
         columns = torch.arange(longest, device=device)
         gather = torch.where(columns < sizes[:, None], starts[:, None] + columns, 0).view(-1)
         padding_before = torch.arange(count, device=device) * longest - starts
-        # The size is given, so that it is not read from the device.
+        # output_size avoids a read from the device.
         shifts = padding_before.repeat_interleave(sizes, output_size=tokens)
         is_full = all(length == longest for length in lengths)
         return cls(count, longest, gather, torch.arange(tokens, device=device) + shifts, is_full)
@@ -84,9 +85,9 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Neighbouring sequences of a packed batch, padded together.
+    """Consecutive sequences of a packed batch, padded together.
 
-    Worked example, lengths (6, 5, 2, 2): `trainer.packing.pack` puts the longest first::
+    Worked example, lengths (6, 5, 2, 2), sorted by `trainer.packing.pack`::
 
         one set of rows             4 rows of 6
         buckets (6, 5) and (2, 2)   2 rows of 6, 2 rows of 2
@@ -114,10 +115,10 @@ class Buckets:
 
 
 def cheapest_borders(lengths: Sequence[int], bucket_cells: int) -> list[int]:
-    """Return where to cut ``lengths``: ``[0, .., len(lengths)]`` with the least padded work.
+    """Return the bucket borders ``[0, .., len(lengths)]`` with the least padded work.
 
-    Sequences stay in their order, so it pays where similar lengths are neighbours. A bucket costs
-    ``rows x longest^2 + bucket_cells``; the best cuts among up to `MAX_BORDERS` places where the length changes.
+    Keeps the order of sequences. A bucket costs ``rows x longest^2 + bucket_cells``; exact dynamic programming over up
+    to `MAX_BORDERS` positions where the length changes.
     """
     places = [i for i in range(1, len(lengths)) if lengths[i] != lengths[i - 1]]
     stride = -(-len(places) // MAX_BORDERS) or 1

@@ -1,4 +1,4 @@
-"""The rotations of a model as tables of cos and sin, also those of YaRN."""
+"""Rotary embedding tables of a model, including YaRN."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ def yarn_rotation(
     correction_range_round_to_int: bool,
     device: torch.device,
 ) -> tuple[torch.Tensor, float]:
-    """Return angles a position, fp32 [width / 2], of ``width`` rotated numbers of a head, and cos and sin's factor.
+    """Return YaRN's angles per position, fp32 [width / 2], for ``width`` rotated dimensions, and the factor of cos and
+    sin.
 
-    YaRN (arXiv:2309.00071, sections 3.2 to 3.4): frequencies that turn often within the original context stay, those
-    that hardly turn are divided by the factor, in between the two are mixed linearly; the factor of cos and sin makes
-    scores sharper. Arguments are flags. Operations are in transformers' order, so that angles are the same bits.
+    YaRN (arXiv:2309.00071, sections 3.2 to 3.4): high frequencies stay, low ones are divided by the scaling factor,
+    those in between are interpolated; the factor of cos and sin sharpens scores. Arguments are flags. Operations are in
+    the order of transformers, so the angles are bit-identical.
     """
     positions, factor = original_max_position_embeddings, rotary_scaling_factor
 
     def border(turns: float) -> float:
-        """Return the frequency that turns so often in the original context, as a number of a pair."""
+        """Return the pair index whose frequency makes ``turns`` rotations in the original context."""
         return width * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = border(beta_fast), border(beta_slow)

@@ -1,8 +1,7 @@
-"""Chooses among the attention backends, by flags and device, and tries them out before they are used.
+"""Chooses attention backends by flags and device, and tests them before use.
 
-The self-check runs small batches against plain torch, on the run's device and in its dtypes. A library of another
-version, or a compiler that makes something else of a kernel on a new GPU, shows there, in milliseconds, and not as a
-policy that learns nothing.
+The self-check compares small batches with plain torch, on the run's device and dtypes. It finds incompatible library
+versions and miscompiled kernels in milliseconds, before they show as a policy that learns nothing.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from megatron_rl.platform.collectives import any_rank
 AUTO = "auto"
 _INVARIANT = "invariant"
 _PLAIN = ("sdpa", "paged")
-"""torch's own: what the others are compared with."""
+"""Plain torch: the reference of the self-check."""
 _CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""Of outputs of about 1: the kernels round and add up in other places."""
+"""For outputs of about 1: kernels round and sum in another order."""
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
-    """Return what backends ask about a device."""
+    """Return the device facts that backends use."""
     is_cuda = device.type == "cuda"
     return DeviceFacts(device.type, torch.cuda.get_device_capability(device) if is_cuda else None)
 
@@ -62,10 +61,10 @@ class Attention:
     cache_name: str
     cache: CacheKernel
     reason: str
-    """One line for the log: what was chosen and why not something else."""
+    """One line for the log: the choice, and why others were not chosen."""
 
     def block_problems(self, block_size: int | None, overcommit: float) -> list[Problem]:
-        """Report what the KV cache does not take: pages of that many tokens, or promising them more than once."""
+        """Return the problems of this block size and overcommit with the KV cache."""
         multiple = self.cache.block_multiple
         if self.cache.layout == "rows":
             text = (
@@ -84,7 +83,7 @@ class Attention:
 
 
 def requirements_of(config: RLConfig) -> Requirements:
-    """Return bf16 with `--bf16`, otherwise fp32; for the cache `--rl-kv-cache-dtype`, of which ``auto`` is the same."""
+    """Derive the kernel requirements from the flags."""
     shape = config.architecture()
     attending = next((kind for kind in shape.kinds if kind.mixer != "delta"), shape.kinds[0])
     cache = cache_of(attending, shape, config.parallel.tensor_model_parallel_size)
@@ -101,17 +100,18 @@ def requirements_of(config: RLConfig) -> Requirements:
 
 
 def attention_of(config: RLConfig, platform: Platform, faults: Mapping[str, str] = MappingProxyType({})) -> Attention:
-    """Return `choose`, for this model on this device."""
+    """Choose the backends for this model and device."""
     return choose(config.kernels.attention_backend, facts_of(platform.device), requirements_of(config), faults)
 
 
 def checked_attention(config: RLConfig, platform: Platform, layout: ModelLayout) -> Attention:
-    """Return `attention_of`, tried in the shapes of ``layout``; what fails on one rank is used on none. Collective.
+    """Choose backends and self-check them in the shapes of ``layout``; one that fails on any rank is not used.
+    Collective.
 
-    Nothing is tried, or exchanged, for torch's own.
+    Plain torch is not checked.
 
     Raises:
-        ConfigError: the backend that the user asked for fails.
+        ConfigError: the requested backend fails.
     """
     heads = config.model.num_attention_heads // layout.tensor_size
     shape = requirements_of(config), heads, layout.key_layers[0].cache.heads, platform.device
@@ -137,15 +137,13 @@ def choose(
     needed: Requirements | None = None,
     faults: Mapping[str, str] = MappingProxyType({}),
 ) -> Attention:
-    """Choose the backends; ``asked`` is `--attention-backend`. What it does not compute is chosen automatically.
+    """Choose the backends; ``asked`` is `--attention-backend`. A part that it lacks is chosen automatically.
 
-    ``flash`` is Megatron's name of the kernel that torch has as ``varlen``.
-
-    Without ``needed`` every backend is taken to fit the model. ``faults`` are what the self-check found wrong with
-    backends, by name.
+    ``flash`` is Megatron's name of torch's ``varlen``. Without ``needed`` every backend fits the model. ``faults``:
+    backend name -> failure of the self-check.
 
     Raises:
-        ConfigError: there is no such backend, the device lacks it, or it does not fit the model.
+        ConfigError: an unknown or unsupported backend, or one that does not fit the model.
     """
     backends = [BACKENDS.get(name) for name in BACKENDS.names()]
     named = f"--attention-backend {asked}"
@@ -157,8 +155,8 @@ def choose(
     wanted = None if asked == AUTO else BACKENDS.get("varlen" if asked == "flash" else asked)
 
     def problem(backend: Backend, *parts: PackedKernel | CacheKernel | None) -> str | None:
-        unfit = (_unfit(part, device, needed) for part in parts if part is not None and needed is not None)
-        return backend.problem(device) or next(filter(None, unfit), None) or faults.get(backend.name)
+        unsupported = (_unsupported(part, device, needed) for part in parts if part is not None and needed is not None)
+        return backend.problem(device) or next(filter(None, unsupported), None) or faults.get(backend.name)
 
     if wanted is not None and (fault := problem(wanted, wanted.packed, wanted.cache)) is not None:
         others = ", ".join(one.name for one in backends if problem(one, one.packed, one.cache) is None)
@@ -184,7 +182,7 @@ def choose(
     return Attention(packed.name, packed.packed, cache.name, cache.cache, reason)
 
 
-def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requirements) -> str | None:
+def _unsupported(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requirements) -> str | None:
     if isinstance(part, PackedKernel) and part.spans is None and needed.spans:
         return "computes whole sequences only (--context-parallel-size, --rl-share-prompts)"
     if needed.window is not None and not part.windows:
@@ -193,7 +191,7 @@ def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requir
         return "has no attention sinks (--softmax-type learnable)"
     if needed.latents and not part.latents:
         return "takes values of the width of keys only (--multi-latent-attention)"
-    return part.unfit(device, needed)
+    return part.unsupported(device, needed)
 
 
 # -- the self-check ----------------------------------------------------------------------------
@@ -202,7 +200,7 @@ def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, needed: Requir
 def fault_of_packed(
     kernel: PackedKernel, needed: Requirements, heads: int, groups: int, device: torch.device
 ) -> str | None:
-    """Return what is wrong with a kernel for packed batches, in words that follow its name; None if nothing is."""
+    """Self-check a kernel for packed batches; return the failure as a phrase after its name, or None."""
     lengths, plain = (1, 37, 64, 5), sdpa.BACKEND.packed
     borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -210,7 +208,7 @@ def fault_of_packed(
     fault = _fault_of_batch(kernel, plain, (lengths, borders, positions), inputs, needed)
     if fault is not None or not needed.spans:
         return fault
-    # The same of parts of sequences: is the causal mask aligned at the lower right?
+    # Spans: is the causal mask aligned at the lower right?
     share = ContextShare.of((1, 37, 64, 6), rank=1, size=2, device=device)
     queries = _random(share.local.numel(), (heads,), needed, device)
     keys = _random(share.keys.numel(), (groups, groups), needed, device)
@@ -221,7 +219,7 @@ def _fault_of_batch(
     kernel: PackedKernel | SpanKernel, twin: PackedKernel | SpanKernel, batch: tuple[Any, ...],
     inputs: tuple[torch.Tensor, ...], needed: Requirements,
 ) -> str | None:  # fmt: skip
-    """``batch`` is what ``prepare`` is given, ``inputs`` are query, key and value."""
+    """``batch``: arguments of ``prepare``; ``inputs``: query, key and value."""
     sinks = _sinks(needed, inputs[0].shape[2], inputs[0].device)
 
     def run(tried: PackedKernel | SpanKernel) -> torch.Tensor:
@@ -232,19 +230,19 @@ def _fault_of_batch(
 
 
 def _windows(needed: Requirements) -> tuple[int | None, ...]:
-    """None for layers without one, and one that the small batches exceed."""
+    """Return the windows to test: None, and one that the small batches exceed."""
     return (None,) if needed.window is None else (None, min(needed.window, 16))
 
 
 def _sinks(needed: Requirements, heads: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """As what attends is given them, from -2 to 2."""
+    """Return test sinks from -2 to 2, or none."""
     return (torch.linspace(-2, 2, heads).to(device, needed.dtype),) if needed.sinks else ()
 
 
 def fault_of_cache(
     kernel: CacheKernel, needed: Requirements, heads: int, groups: int, device: torch.device
 ) -> str | None:
-    """Return the same for a kernel over pages: one new token a row, and several."""
+    """Self-check a kernel over pages, like `fault_of_packed`: decode and extend."""
     page = kernel.block_size
     lengths = (1, page + 3, 3 * page, 2 * page - 1)
     cache = _filled(lengths, page, needed, groups, device)
@@ -282,7 +280,7 @@ def _compared(run: Callable[[Any], torch.Tensor], kernel: Any, twin: Any, dtype:
 def _random(
     tokens: int, heads: tuple[int, ...], needed: Requirements, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """``[tokens, 1, heads, D]`` each, the same numbers on every rank; the run's own generators are not touched."""
+    """Return random ``[tokens, 1, heads, D]`` tensors, the same on every rank; leaves torch's generators alone."""
     generator = torch.Generator().manual_seed(tokens)
     return tuple(
         torch.randn(tokens, 1, count, needed.head_width, generator=generator).to(device, needed.dtype)
@@ -291,7 +289,7 @@ def _random(
 
 
 def _filled(lengths: tuple[int, ...], page: int, needed: Requirements, groups: int, device: torch.device) -> KVCache:
-    """One layer, sequences of ``lengths`` in pages that lie in reverse; page 0 is nobody's."""
+    """Return a cache of one layer with sequences of ``lengths``, in pages in reverse order; page 0 is unused."""
     width = -(-max(lengths) // page)
     count = len(lengths) * width
     table = torch.arange(count, 0, -1, dtype=torch.int32, device=device).view(len(lengths), width)
@@ -308,7 +306,7 @@ def _filled(lengths: tuple[int, ...], page: int, needed: Requirements, groups: i
 
 
 def _new_tokens(lengths: tuple[int, ...], device: torch.device) -> NewTokens:
-    """The last tokens of each sequence, seven at most."""
+    """Return the last tokens of each sequence, at most seven."""
     news = [min(length, 7) for length in lengths]
     positions = [torch.arange(length - new, length, device=device) for length, new in zip(lengths, news, strict=True)]
     return NewTokens(

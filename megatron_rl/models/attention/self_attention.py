@@ -1,4 +1,4 @@
-"""megatron's SelfAttention, taking the short way when the batch comes with an `AttentionPlan`."""
+"""megatron's SelfAttention with rotation and attention of an `AttentionPlan`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_rl.families import PLAIN, LayerKind
 
 
 class PlannedSelfAttention(SelfAttention):
-    """Stock projections and norms; rotation and attention are the plan's.
+    """Stock projections and norms; the plan rotates and attends.
 
-    The plan is the ``packed_seq_params`` in training and the ``inference_context`` in rollouts.
-    Without one (unpacked batches) the stock forward runs.
+    The plan is ``packed_seq_params`` in training and ``inference_context`` in rollouts. Without one (unpacked batches)
+    the stock forward pass runs.
     """
 
     kind: LayerKind = PLAIN
     kv_rounding: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """What a KV cache of fewer bits does to keys and values; see `kv_format.rounded_attention`."""
+    """Rounds keys and values like a low-precision KV cache; see `kv_format.rounded_attention`."""
 
     def forward(
         self,
@@ -34,7 +34,7 @@ class PlannedSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **stock: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend; ``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
+        """Attend; ``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallelism)."""
         plan = inference_context if inference_context is not None else packed_seq_params
         if not hasattr(plan, "attend"):
             return super().forward(
@@ -60,10 +60,10 @@ class PlannedSelfAttention(SelfAttention):
 
     @property
     def sinks(self) -> torch.Tensor | None:
-        """[query heads of this rank], of a layer whose kind has attention sinks."""
+        """[query heads of this rank] in layers with attention sinks."""
         return self.core_attention.softmax_offset if self.kind.sinks else None
 
     def scaled(self, query: torch.Tensor) -> torch.Tensor:
-        """Scale the queries so that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
+        """Scale queries for the layer's softmax scale, given that kernels multiply scores by 1 / sqrt(D)."""
         scale = self.kind.scale
         return query if scale is None else query * (scale * math.sqrt(query.shape[-1]))

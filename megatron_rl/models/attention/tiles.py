@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share: a block of keys or values, one step of the softmax, and its sum of parts."""
+"""Shared parts of the Triton attention kernels: loading blocks, a step of the running softmax, and combining parts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import triton
 import triton.language as tl
 
 SMALLEST_TILE = 16
-"""`tl.dot` takes no smaller one."""
+"""Minimum of `tl.dot`."""
 _LARGEST_BLOCK = 64
 STAGES = 3
-"""Blocks of keys and values: one is multiplied while the next two are on their way."""
+"""Pipeline stages of key and value blocks: one is multiplied while two are loaded."""
 TILE = 64
-"""Rows of a program that uses wgmma: new tokens times the query heads of a group, which read the same keys."""
+"""Rows of a program that uses wgmma: new tokens times the query heads of a group."""
 INVARIANT_SPLIT = 256
-"""Keys of a split in `--batch-invariant-mode`, in every kernel and for every length."""
+"""Keys per split in `--batch-invariant-mode`, in every kernel and for every length."""
 LOG2_E = 1.4426950408889634
 
 
 def block_of(page_length: int) -> int:
-    """Return keys a block: the largest power of two that divides a page, at most 64. ValueError below 16.
+    """Return the keys per block: the largest power of two that divides the page length, at most 64.
 
-    Pages of one token, packed keys, lie in order.
+    Pages of one token (packed keys) are contiguous, so they use 64.
+
+    Raises:
+        ValueError: it is below 16.
     """
     block = min(page_length & -page_length, _LARGEST_BLOCK) if page_length > 1 else _LARGEST_BLOCK
     if block < SMALLEST_TILE:
@@ -35,12 +38,12 @@ def warps_for(block_d: int) -> int:
 
 
 def padded_width(width: int) -> int:
-    """Return a head's width as a power of two."""
+    """Return a head's width, rounded up to a power of two."""
     return max(SMALLEST_TILE, triton.next_power_of_2(width))
 
 
 def as_floats(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Return codes as floats: they lie in uint8 tensors; with scales they are E4M3."""
+    """View uint8 codes as E4M3 if there are scales."""
     return codes if scales is None else codes.view(torch.float8_e4m3fn)
 
 
@@ -49,13 +52,13 @@ def read_block(
     cache, page, first, group, inside, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values ``first .. first + BLOCK_K - 1`` of a page as ``[BLOCK_K, BLOCK_D]`` of ``dtype``.
+    """Load keys or values ``first .. first + BLOCK_K - 1`` of a page as ``[BLOCK_K, BLOCK_D]`` of ``dtype``.
 
-    Zeros where ``inside`` [BLOCK_K] is false: what another sequence left there may be NaN. The mask is the load's
-    own, because a ``tl.where`` behind it would send the block through registers and shared memory once more.
+    Zeros where ``inside`` [BLOCK_K] is false: stale memory may be NaN. The mask belongs to the load, because a
+    ``tl.where`` after it would move the block through registers and shared memory again.
     """
     column = tl.arange(0, BLOCK_D)
-    # One 64-bit address a block: what is added to it is known when the kernel is compiled.
+    # One 64-bit address per block: offsets within it are compile-time constants.
     block = cache + ((page.to(tl.int64) * PAGE + first) * GROUPS + group) * WIDTH
     place = block + (tl.arange(0, BLOCK_K) * (GROUPS * WIDTH))[:, None] + column[None, :]
     if WIDTH == BLOCK_D:
@@ -66,11 +69,11 @@ def read_block(
 
 
 @triton.jit
-def as_factor(query, scale, CODES: tl.constexpr):
-    """Return ``query`` [Q, D] as it is multiplied with keys, and what the scores are multiplied with: one, or [Q, 1].
+def prepare_query(query, scale, CODES: tl.constexpr):
+    """Return ``query`` [Q, D] in the dtype of the product with keys, and the factor of the scores: a scalar or [Q, 1].
 
-    With E4M3 keys bf16 becomes fp16 of at most 2, divided by powers of two: two codes become fp16 in one instruction,
-    bf16 in four.
+    For E4M3 keys bf16 queries become fp16 of at most 2, divided by powers of two: converting two codes to fp16 takes
+    one instruction, to bf16 four.
     """
     if CODES and query.dtype == tl.bfloat16:
         numbers = query.to(tl.float32)
@@ -83,16 +86,16 @@ def as_factor(query, scale, CODES: tl.constexpr):
 
 @triton.jit
 def first_key(length, WINDOW: tl.constexpr):
-    """Return the first of ``length`` keys that the newest token sees; the type of ``length``."""
+    """Return the first of ``length`` keys that the newest token sees, in the type of ``length``."""
     return length * 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
 
 
 @triton.jit
 def add_block(query, key, value, visible, scale, largest, total, mixed, MAY_SEE_NONE: tl.constexpr):
-    """Do one step of the running softmax, in fp32 and to the base 2.
+    """Do one step of the running softmax, in fp32 and base 2.
 
-    ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K], ``scale`` one or [Q, 1]; every query sees a key
-    of its first block, or it ``MAY_SEE_NONE``.
+    ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K], ``scale`` a scalar or [Q, 1]. Unless
+    ``MAY_SEE_NONE``, every query sees a key of its first block.
     """
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
@@ -106,16 +109,16 @@ def add_block(query, key, value, visible, scale, largest, total, mixed, MAY_SEE_
 
 
 @triton.jit
-def nothing(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the softmax of no keys: its largest score, the sum of its weights, and the values mixed by them."""
+def empty_softmax(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return an empty running softmax: largest score, sum of weights, weighted values."""
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     return largest, total, tl.zeros([ROWS, BLOCK_D], tl.float32)
 
 
 @triton.jit
 def with_sinks(sinks, heads, real, log2_e, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the softmax that parts are added to: that of the sinks of ``heads`` [ROWS], or of nothing."""
-    largest, total, mixed = nothing(ROWS, BLOCK_D)
+    """Return a running softmax of the sinks of ``heads`` [ROWS], or an empty one."""
+    largest, total, mixed = empty_softmax(ROWS, BLOCK_D)
     if sinks is not None:
         largest, total = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * log2_e, total + 1.0
     return largest, total, mixed
@@ -123,9 +126,9 @@ def with_sinks(sinks, heads, real, log2_e, ROWS: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def fold(largest, total, mixed, part_largest, part_total, part_mixed):
-    """Add a part to a softmax. A part of no keys changes no bit; neither does a start from `nothing`.
+    """Combine a part with a running softmax. Empty parts and an empty start change no bit.
 
-    Its multiply-adds are explicit, so that every kernel that folds the same parts gets the same bits.
+    Multiply-adds are explicit, so that every kernel that combines the same parts gets the same bits.
     """
     higher = tl.maximum(largest, part_largest)
     reference = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf is NaN

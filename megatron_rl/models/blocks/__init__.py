@@ -1,7 +1,7 @@
-"""A file a block: the modules of a mixer or an MLP, and its step in rollouts. `families/blocks.py` has the rest of it.
+"""One file per block, a mixer or an MLP: its modules and its rollout step. `families/blocks.py` has its sizes.
 
-megatron builds a module from a layer's specification, in which a block puts its own parts; then the module becomes the
-block. So another kind of layer is one more file here, and one more entry there.
+megatron builds a module from a layer specification, in which the block replaces submodules; then the module's class
+becomes the block. A new kind of layer is one more file here and one more entry there.
 """
 
 from __future__ import annotations
@@ -23,60 +23,57 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """The base of a file's ``BLOCK``: it inherits from this and from megatron's module, without a constructor."""
+    """Base class of a file's ``BLOCK``, which also inherits from megatron's module and has no constructor."""
 
     settings: type[TransformerConfig] = TransformerConfig
-    """What megatron's module reads: a class that adds fields has them from the flags in `LayerConfig`."""
+    """Config class of megatron's module; its additional fields come from flags in `LayerConfig`."""
     expects: Mapping[str, Any] = {}
-    """Settings of megatron, each with the one value that training and `decode` alike compute."""
+    """Megatron settings that must have these values, because `decode` implements no others."""
     module: type[torch.nn.Module] | None = None
-    """Of a mixer that is none of megatron's: what is built in place of its attention."""
+    """Mixer module that replaces megatron's attention; None: megatron's is used."""
     reader: str | None = None
-    """The linear that takes the norm's output; None where there is more than one."""
+    """Name of the linear that takes the norm's output; None if there are several."""
     post_layernorm: torch.nn.Module | None
-    """Of the output, where the layer's kind has such norms. Around `decode` the layer calls it."""
+    """Norm of the output, if the kind has one. The layer applies it around `decode`."""
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
-        """Return the arguments of megatron's own specification of a layer that has this block."""
+        """Return the arguments of megatron's specification of a layer with this block."""
         del config
         return {}
 
     @staticmethod
-    def place(submodules: Any, config: TransformerConfig) -> None:
-        """Put our modules in the place of megatron's, into the specification of the block."""
+    def replace_modules(submodules: Any, config: TransformerConfig) -> None:
+        """Replace megatron's submodules in the specification of the block."""
 
     def prepare(self, kind: LayerKind) -> None:
-        """Take the place of megatron's module, which has been built, in a layer of that kind."""
+        """Finish the built module for a layer of that kind."""
 
-    def forward(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run megatron's, and the norm of its output: as a hook it would keep decode steps out of CUDA graphs."""
-        output, bias = super().forward(*given, **named)
+    def forward(self, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run megatron's module, then the output norm. Not as a hook: hooks prevent CUDA graphs."""
+        output, bias = super().forward(*args, **named)
         return (output, bias) if self.post_layernorm is None else (self.post_layernorm(output), None)
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
-        """Map ``[T, hidden]`` to ``[T, hidden]``, and a bias that is left to the caller; without gradients."""
+        """Compute ``[T, hidden]`` -> ``[T, hidden]`` and a bias for the caller to add; without gradients."""
         raise NotImplementedError
 
-    def join(self, token: torch.Tensor, plan: RolloutPlan) -> None:
-        """Take part in a `decode` of the ranks that share this block with a ``token`` [1, hidden] that nobody reads.
+    def run_dummy_pass(self, token: torch.Tensor, plan: RolloutPlan) -> None:
+        """Feed a dummy ``token`` [1, hidden] so that the collectives of a `decode` on expert-parallel ranks match."""
 
-        A block that no ranks share has nothing to do.
-        """
-
-    def told(self, plan: Any) -> contextlib.AbstractContextManager[None]:
-        """Enter a block in which forward passes of an MLP are of the ``plan`` of a batch, or of None."""
+    def using_plan(self, plan: Any) -> contextlib.AbstractContextManager[None]:
+        """Make an MLP use the ``plan`` of a batch (or None) in forward passes, inside the context."""
         del plan
         return contextlib.nullcontext()
 
 
 def cut_by_heads(tensors: dict[str, Any], prefix: str, offsets: tuple[Any, ...]) -> dict[str, Any]:
-    """Describe ``tensors`` for ``dist_checkpointing``: tensor-parallel ranks have a share of the rows each."""
+    """Describe ``tensors``, split over tensor-parallel ranks by rows, for ``dist_checkpointing``."""
     return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), offsets)
 
 
 def weight_of(norm: torch.nn.Module) -> torch.nn.Parameter:
-    """Return a norm's weight for a kernel; hooks, as those of `--overlap-param-gather`, wait until it has arrived."""
+    """Return a norm's weight for a kernel, after hooks that wait for it (`--overlap-param-gather`)."""
     for hook in norm._forward_pre_hooks.values():
         hook(norm, ())
     return norm.weight

@@ -1,7 +1,7 @@
-"""A gated delta rule (DeltaNet) with the convolution before it: a state of one size in place of keys and values.
+"""Gated DeltaNet: a gated delta rule after a short convolution, with a fixed-size state instead of keys and values.
 
-megatron's own module needs a package of CUDA kernels, has no rollouts and, in its older versions, no packed batches.
-This one has its names. What lies between the projections is fp32, in training and in rollouts alike.
+megatron's module needs a package of CUDA kernels, does not support rollouts and, in older versions, packed batches.
+This one has the same names. Between the projections everything is fp32, in training and rollouts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _OutNorm(TorchNorm):
-    """Of a value head's output; its weight is stored as it is, whatever the other norms' are."""
+    """Norm of each value head's output; its weight is stored as is, unlike zero-centred norms."""
 
     def __init__(self, config: TransformerConfig, width: int) -> None:
         super().__init__(config, width, config.layernorm_epsilon)
@@ -55,7 +55,7 @@ class _OutNorm(TorchNorm):
 
 
 class DeltaNet(MegatronModule):
-    """What `RolloutLayer` is built with; then it becomes a `DeltaMixer`."""
+    """Built from the layer specification; its class then becomes `DeltaMixer`."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **_: Any) -> None:
         super().__init__(config=config)
@@ -70,13 +70,13 @@ class DeltaNet(MegatronModule):
         self._parts = channels, value, share, share
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         made = {"dtype": config.params_dtype, "device": device}
-        # The spread of the decays that models begin with, of all ranks together.
+        # Initial decays: evenly spread over the heads of all ranks.
         decays = torch.linspace(1.0, 16.0, all_heads[1], device=device).log().to(config.params_dtype)
         self.A_log = torch.nn.Parameter(decays.chunk(self._ranks.size())[self._ranks.rank()].clone())
         self.dt_bias = torch.nn.Parameter(torch.ones(self.heads[1], **made))
         channels *= self.heads[0]
         kernel = config.linear_conv_kernel_dim
-        # Not "conv1d": in checkpoints of 2026-11-26 that tensor has its rows in another order, and must not be read.
+        # Not "conv1d": checkpoints of 2026-11-26 have a tensor of that name with rows in another order.
         self.short_conv = torch.nn.Conv1d(channels, channels, kernel, groups=channels, bias=False, **made)
         for parameter in (self.A_log, self.dt_bias, self.short_conv.weight):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
@@ -95,38 +95,38 @@ class DeltaNet(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute ``hidden_states`` [T, 1, hidden] of a `PackedPlan`, under sequence parallelism this rank's tokens."""
+        """Compute ``hidden_states`` [T, 1, hidden] of a `PackedPlan`; T / tensor ranks under sequence parallelism."""
         plan = packed_seq_params
         if plan.recurrent is None:
             plan.recurrent = Chunks.of(plan.lengths, self.short_conv.kernel_size[0] - 1, hidden_states.device)
         mixed = call_linear(self.in_proj, hidden_states)[0][:, 0]
-        # Of a token it would keep some twenty times what the projection gives, so it is computed again, always.
+        # Always recomputed: intermediate tensors are about twenty times the projection's output.
         given = mixed, plan.recurrent
         if torch.is_grad_enabled():
-            output = checkpoint(self._through, *given, use_reentrant=False, preserve_rng_state=False)
+            output = checkpoint(self._mix_tokens, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            output = self._through(*given)
+            output = self._mix_tokens(*given)
         return self.out_proj(output[:, None])
 
-    def _through(self, mixed: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-        """What `in_proj` gives, [T, ..] -> what `out_proj` takes."""
+    def _mix_tokens(self, mixed: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+        """Map the output of `in_proj`, [T, ..], to the input of `out_proj`."""
         inputs, gate, strength, decay = self._split(mixed)
-        turned, _ = convolved(inputs, self.short_conv.weight, chunks)
-        output, _ = delta_rule(self._inputs(turned, strength, decay), chunks)
+        conv_output, _ = convolved(inputs, self.short_conv.weight, chunks)
+        output, _ = delta_rule(self._inputs(conv_output, strength, decay), chunks)
         return self._gated(output, gate)
 
     def _split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs of the convolution, the output's gate, and in fp32 strength and decay, [T, ..], key head by head."""
+        """Split into convolution inputs, output gate, and in fp32 strength and decay; [T, ..] each, by key head."""
         by_head = mixed.unflatten(-1, (self.heads[0], -1)).split(self._parts, -1)
         inputs, gate, strength, decay = (part.flatten(-2) for part in by_head)
         step = functional.softplus(decay.float() + self.dt_bias.float())
         return inputs, gate, strength.float().sigmoid(), -self.A_log.float().exp() * step
 
-    def _inputs(self, turned: torch.Tensor, strength: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
-        return delta_inputs(turned, self.widths, self.heads, strength, decay)
+    def _inputs(self, conv_output: torch.Tensor, strength: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
+        return delta_inputs(conv_output, self.widths, self.heads, strength, decay)
 
     def _gated(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Norm of each head, times SiLU of the gate: [T, heads, width] fp32 -> [T, heads * width] as ``gate``."""
+        """Apply each head's norm, times SiLU of the gate: [T, heads, width] fp32 -> [T, heads * width] as ``gate``."""
         weight = self.out_norm.weight.float()
         if self._ranks.size() > 1:  # which all read it, for their own heads, so its gradients are added up
             weight = copy_to_tensor_model_parallel_region(weight, group=self._ranks)
@@ -144,24 +144,24 @@ class DeltaNet(MegatronModule):
 
 
 class DeltaMixer(Block, DeltaNet):
-    """The delta rule, whose rollouts have a state for each row of the batch."""
+    """The delta rule; in rollouts every row of the batch has a state."""
 
     module = DeltaNet
     reader = "in_proj"
 
     def prepare(self, _: LayerKind) -> None:
-        """Do nothing: it is what it was built as."""
+        """Do nothing: it was built as a `DeltaNet`."""
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         mixed, _ = call_linear(self.in_proj, normed)
         inputs, gate, strength, decay = self._split(mixed)
         states, weight = plan.states(self.layer_number), self.short_conv.weight
         if states.chunks is None:
-            turned = convolved_step(inputs, weight, states.past, states.alive)
-            output = delta_step(self._inputs(turned, strength, decay), states.memory, states.alive)
+            conv_output = convolved_step(inputs, weight, states.past, states.alive)
+            output = delta_step(self._inputs(conv_output, strength, decay), states.memory, states.alive)
         else:
-            turned, past = convolved(inputs, weight, states.chunks, states.past)
-            output, memory = delta_rule(self._inputs(turned, strength, decay), states.chunks, states.memory)
+            conv_output, past = convolved(inputs, weight, states.chunks, states.past)
+            output, memory = delta_rule(self._inputs(conv_output, strength, decay), states.chunks, states.memory)
             states.keep(past, memory)
         return Pending(*call_linear(self.out_proj, self._gated(output, gate)))
 

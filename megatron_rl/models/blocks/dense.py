@@ -1,4 +1,4 @@
-"""An MLP that every token goes through."""
+"""A dense MLP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` of ``inner`` [.., 2 F], which alone is kept; rounded where torch rounds without fusion."""
+    """``silu(gate) * up`` of ``inner`` [.., 2 F], the only tensor saved; rounds like unfused torch."""
 
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
@@ -51,21 +51,21 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(inner: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu(gate) * up`` of ``inner`` [.., 2 F], gates first -> [.., F]; backward keeps 2 F a token."""
+    """Compute ``silu(gate) * up`` of ``inner`` [.., 2 F], gates first -> [.., F]; saves 2 F numbers per token."""
     return _SwiGLU.apply(inner)
 
 
 class GatedMLP(MLP):
-    """megatron's MLP, which keeps 3 F numbers a token where its gate is SwiGLU; megatron's own formula keeps 5 F.
+    """megatron's MLP with a SwiGLU that saves 3 F numbers per token instead of 5 F.
 
-    megatron's fused SwiGLU is compiled by torch for each shape, and rounds elsewhere than rollouts do.
+    megatron's fused SwiGLU is compiled for each shape, and rounds differently from rollouts.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map ``[T, B, hidden]`` to the same, and a bias that is left to the caller."""
-        # SiLU once more in the backward pass took a sixth of the gate's time there; in fp32 fewer copies pay for it.
+        """Map ``[T, B, hidden]`` to the same, and a bias for the caller to add."""
+        # On a CPU in bf16, recomputing SiLU took a sixth of the gate's time; in fp32 fewer copies pay for it.
         is_slow = hidden_states.device.type == "cpu" and hidden_states.dtype == torch.bfloat16
         if is_slow or per_token_scale is not None or not has_plain_swiglu(self.config):
             return super().forward(hidden_states, per_token_scale, **named)
@@ -74,13 +74,13 @@ class GatedMLP(MLP):
 
 
 class DenseMLP(Block, GatedMLP):
-    """An MLP whose rollouts go the short way."""
+    """A dense MLP with a fused rollout step."""
 
     expects = {"activation_func_clamp_value": None, "glu_linear_offset": 0.0}
     reader = "linear_fc1"
 
     @staticmethod
-    def place(submodules: MLPSubmodules, config: TransformerConfig) -> None:
+    def replace_modules(submodules: MLPSubmodules, config: TransformerConfig) -> None:
         if config.tensor_model_parallel_size == 1:
             submodules.linear_fc1, submodules.linear_fc2 = WholeColumnLinear, WholeRowLinear
 

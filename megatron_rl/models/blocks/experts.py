@@ -1,4 +1,4 @@
-"""The layer of routed experts: megatron's, and one stacked parameter for all experts of a layer."""
+"""The layer of routed experts: megatron's layer, with one stacked parameter for all experts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_rl.families import LayerKind
-from megatron_rl.models import changed
+from megatron_rl.models import override
 from megatron_rl.models.adapters import expert_of
 from megatron_rl.models.blocks import Block
 from megatron_rl.models.blocks.dense import GatedMLP
-from megatron_rl.models.expert_ops import Dispatched, ExpertOps, LinearInput, activated, adding_in_order
+from megatron_rl.models.expert_ops import Dispatched, ExpertOps, LinearInput, activated, ordered_dispatch
 from megatron_rl.models.rollout_ops import Pending, WholeColumnLinear, WholeRowLinear, call_linear
 from megatron_rl.models.routing import BalancedRouter, Routing
 from megatron_rl.platform.megatron import submodules_of
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 
 class ExpertLayer(Block, MoELayer):
-    """megatron's layer: each token goes through the experts that the router chooses, on whatever ranks they are."""
+    """megatron's MoE layer."""
 
     expects = {
         "moe_latent_size": None, "moe_apply_probs_on_input": False, "moe_shared_expert_overlap": False,
     }  # fmt: skip
     routing: Routing | None
-    """What rollouts chose, and what training is to use; see `replay_routing`."""
+    """Experts chosen in rollouts and replayed in training; see `replay_routing`."""
     _rollout: RolloutPlan | None = None
-    """Of the forward pass, where a rollout calls the layer by it: Transformer Engine's."""
+    """Set while a rollout runs `forward`, as with Transformer Engine."""
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
         return {"num_experts": config.num_moe_experts}
 
     @staticmethod
-    def place(submodules: MoESubmodules, config: TransformerConfig) -> None:
+    def replace_modules(submodules: MoESubmodules, config: TransformerConfig) -> None:
         if config.moe_grouped_gemm:
             submodules.experts = GroupedExperts
         elif config.expert_tensor_parallel_size == 1:
@@ -66,96 +66,94 @@ class ExpertLayer(Block, MoELayer):
             self.shared_experts.__class__ = SharedExperts
         self.routing = None
         for name, parameter in self.experts.named_parameters():
-            # megatron marks the biases of single experts as if tensor-parallel ranks had the same ones.
+            # megatron marks biases of single experts as replicated over tensor-parallel ranks.
             if name.startswith("local_experts.") and name.endswith("linear_fc2.bias"):
                 parameter.sequence_parallel = False
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def replay_routing(self) -> None:
-        """Let rollouts record the experts they choose from now on, and training use those that its plan has."""
+        """From now on record chosen experts in rollouts, and use those of the plan in training."""
         self.routing = self.router.router_replay = Routing()
 
     @contextlib.contextmanager
-    def told(self, plan: Any) -> Iterator[None]:
-        """Tell the router of the experts and of the losses of a `PackedPlan`, inside the block.
-
-        With a `RolloutPlan` a forward pass is a `decode`.
-        """
-        given = getattr(plan, "routing", None)
-        with contextlib.ExitStack() as told:
-            told.enter_context(changed("_rollout", {self: plan if hasattr(plan, "ops") else None}))
-            told.enter_context(self.router.told(getattr(plan, "balance", None)))
+    def using_plan(self, plan: Any) -> Iterator[None]:
+        """Give the router experts and balance losses of a `PackedPlan`; `decode` in `forward` for a `RolloutPlan`."""
+        replayed = getattr(plan, "routing", None)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(override("_rollout", {self: plan if hasattr(plan, "ops") else None}))
+            stack.enter_context(self.router.using_balance(getattr(plan, "balance", None)))
             if self.routing is not None:
-                told.enter_context(self.routing.given(None if given is None else given[self.layer_number]))
+                stack.enter_context(self.routing.replaying(None if replayed is None else replayed[self.layer_number]))
             yield
 
     def forward(
-        self, hidden_states: torch.Tensor, *given: Any, **named: Any
+        self, hidden_states: torch.Tensor, *args: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run megatron's layer in training, [T, 1, hidden] to the same and no bias."""
+        """Run megatron's layer in training: [T, 1, hidden] to the same, without a bias."""
         if self._rollout is None:
-            with adding_in_order() if self.config.deterministic_mode else contextlib.nullcontext():
-                return super().forward(hidden_states, *given, **named)
+            with ordered_dispatch() if self.config.deterministic_mode else contextlib.nullcontext():
+                return super().forward(hidden_states, *args, **named)
         return self.decode(hidden_states[:, 0], self._rollout).output[:, None], None
 
     def decode(self, normed: torch.Tensor, plan: RolloutPlan) -> Pending:
-        output = self._decoded(normed, plan)
+        output = self._run(normed, plan)
         if self.routing is not None:
             plan.record_routing(self.layer_number, self.routing.chosen)
         return Pending(output, None)
 
-    def join(self, token: torch.Tensor, plan: RolloutPlan) -> None:
-        self._decoded(token, plan)
+    def run_dummy_pass(self, token: torch.Tensor, plan: RolloutPlan) -> None:
+        self._run(token, plan)
 
-    def _decoded(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
+    def _run(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
         is_shared = self.config.expert_model_parallel_size > 1
-        if not self.config.moe_grouped_gemm or (is_shared and plan.shared_rows is None):
+        if not self.config.moe_grouped_gemm or (is_shared and plan.max_tokens_per_ep_rank is None):
             return MoELayer.forward(self, tokens[:, None])[0].view(tokens.shape)
         shares, chosen = plan.ops.experts.route(tokens, self.router)
         if self.routing is not None:
             self.routing.chosen = chosen
-        run = self._over_ranks if is_shared else self._here
+        run = self._run_expert_parallel if is_shared else self._run_local
         routed = reduce_from_tensor_model_parallel_region(run(tokens, shares, chosen, plan), self.experts.tensor_group)
         return routed if self.shared_experts is None else routed + self.shared_experts.decode(tokens, plan)
 
-    def _here(
+    def _run_local(
         self, tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, plan: RolloutPlan
     ) -> torch.Tensor:
-        """What megatron's dispatcher does where each rank has a part of all experts, without a read by the host.
+        """Run this rank's part of the experts like megatron's dispatcher, but without a host read.
 
-        ``chosen`` [T, k] counts this rank's experts from 0, with their ``shares``; others are above the last. Sums go
-        in megatron's order, so that with one tensor-parallel rank they are the same bits on a CPU.
+        ``chosen`` [T, k] counts this rank's experts from 0, with weights ``shares``; larger numbers are experts
+        elsewhere. Sums are in megatron's order: with one tensor-parallel rank bit-identical on a CPU.
         """
         ops, reader = plan.ops.experts, self.experts.linear_fc1
         dispatched = ops.dispatch(tokens, shares, chosen, len(self.local_expert_indices), reader)
         return ops.combine(self.experts.decode(dispatched, ops), dispatched, tokens.shape[0])
 
-    def _over_ranks(
+    def _run_expert_parallel(
         self, tokens: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, plan: RolloutPlan
     ) -> torch.Tensor:
-        """Where ranks have different experts: every rank gets the tokens of all and runs its experts, sums go back.
+        """Run expert-parallel: all-gather the tokens, run this rank's experts, and send the sums back.
 
-        Each rank brings at most ``plan.shared_rows`` tokens, so all sizes are known and the host reads nothing. With as
-        many experts a token as ranks or more, all-to-all would send hardly less.
+        Each rank has at most ``plan.max_tokens_per_ep_rank`` tokens, so all sizes are known without a host read. With
+        at least as many experts per token as ranks, all-to-all would hardly send less.
         """
-        ranks, mine, rows = self.experts.expert_group, self.local_expert_indices, plan.shared_rows or tokens.shape[0]
+        ranks, mine = self.experts.expert_group, self.local_expert_indices
+        rows = plan.max_tokens_per_ep_rank or tokens.shape[0]
         everything = gather_rows(tokens, rows, ranks)
-        # In one exchange: the numbers of experts are exact in fp32. From 1, so that who has no token has no expert.
+        # One exchange: expert numbers are exact in fp32. They count from 1, as padding is 0.
         pairs = gather_rows(torch.cat((shares, chosen + 1), 1), rows, ranks)
         shares, number = pairs.chunk(2, 1)
         place = number.int() - (mine[0] + 1)
         place = place.where((place >= 0) & (place < len(mine)), len(mine))
-        summed = self._here(everything, shares, place, plan)
+        summed = self._run_local(everything, shares, place, plan)
         parts = torch.empty_like(summed)
         dist.all_to_all_single(parts, summed, group=ranks)  # and one rounding, where a reduction rounds each addition
         return parts.view(ranks.size(), rows, -1).sum(0)[: tokens.shape[0]]
 
 
 class SharedExperts(SharedExpertMLP, GatedMLP):
-    """An MLP beside the routed experts that every token goes through."""
+    """An MLP beside the routed experts, for every token."""
 
     def decode(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
-        """Run `forward` on a rollout's tokens, [T, hidden]."""
+        """Run `forward` on rollout tokens, [T, hidden]."""
         if self.config.transformer_impl == "transformer_engine":  # whose products want [T, 1, hidden]
             return self.forward(tokens[:, None])[:, 0]
         inner, _ = call_linear(self.linear_fc1, tokens)
@@ -164,7 +162,7 @@ class SharedExperts(SharedExpertMLP, GatedMLP):
 
 
 def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather [T, width] of each rank, filled up with zeros to ``rows`` -> [ranks x rows, width]."""
+    """Gather [T, width] of each rank, zero-padded to ``rows`` -> [ranks x rows, width]."""
     padded = functional.pad(values, (0, 0, 0, rows - values.shape[0]))
     gathered = values.new_empty(group.size() * rows, values.shape[1])
     dist.all_gather_into_tensor(gathered, padded, group=group)
@@ -172,15 +170,15 @@ def gather_rows(values: torch.Tensor, rows: int, group: dist.ProcessGroup) -> to
 
 
 class GroupedExperts(MegatronModule):
-    """A layer's experts as two stacks of weights and two grouped products, instead of `SequentialMLP`.
+    """A layer's experts as two stacked weights and two grouped products, instead of `SequentialMLP`.
 
-    On a CPU the same bits, forward and backward. In checkpoints and by name experts stay single: see `parts`.
+    Bit-identical on a CPU, forward and backward. Checkpoints and names list single experts: see `parts`.
     """
 
     linear: type[StackedLinear] = StackedLinear
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
-        """Newer versions of megatron give the layer's name as well."""
+        """``_``: newer versions of megatron also pass the layer's name."""
         super().__init__(config=config)
         self._count = num_local_experts
         self.expert_group, self.tensor_group = pg_collection.ep, pg_collection.expt_tp
@@ -206,37 +204,37 @@ class GroupedExperts(MegatronModule):
         """[experts, gate and up, hidden]."""
         self.linear_fc2 = stacked(config.hidden_size, width, cut=2)
         """[experts, hidden, width]."""
-        self.register_state_dict_post_hook(self._name_singly)
+        self.register_state_dict_post_hook(self._split_state_dict)
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Map ``tokens`` [N, hidden] sorted by expert to [N, hidden], each times its fp32 probability."""
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
-        inner = activated(self._read(tokens, ends), probabilities, self.config)
-        return self._written(inner, probabilities, ends), None
+        inner = activated(self._first_product(tokens, ends), probabilities, self.config)
+        return self._second_product(inner, probabilities, ends), None
 
-    def decode(self, given: Dispatched, ops: ExpertOps) -> torch.Tensor:
-        """Run `forward` on a rollout's tokens: [N, hidden]."""
-        inner = self._read(given.rows, given.ends)
-        opened = ops.activate(inner, given.shares, self.config, self.linear_fc2)
-        return self._written(opened, given.shares, given.ends)
+    def decode(self, dispatched: Dispatched, ops: ExpertOps) -> torch.Tensor:
+        """Run `forward` on dispatched rollout tokens: [N, hidden]."""
+        inner = self._first_product(dispatched.rows, dispatched.ends)
+        opened = ops.activate(inner, dispatched.shares, self.config, self.linear_fc2)
+        return self._second_product(opened, dispatched.shares, dispatched.ends)
 
-    def _read(self, tokens: LinearInput, ends: torch.Tensor) -> torch.Tensor:
+    def _first_product(self, tokens: LinearInput, ends: torch.Tensor) -> torch.Tensor:
         product = self.linear_fc1(tokens, ends)
         if self.linear_fc1.bias is None:
             return product
         return product + self.linear_fc1.biases_of(len(product), ends)
 
-    def _written(self, opened: LinearInput, shares: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """The second product of what is times its ``shares`` [N] already; the bias is not yet."""
+    def _second_product(self, opened: LinearInput, shares: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Compute the second product of ``opened``, which includes the ``shares`` [N]; the bias does not yet."""
         product = self.linear_fc2(opened, ends)
         if self.linear_fc2.bias is None:
             return product
         return (product + self.linear_fc2.biases_of(len(product), ends) * shares[:, None]).to(product.dtype)
 
     def parts(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield views of the single experts, under the names of `SequentialMLP`; adapters have their own."""
+        """Yield views of the single experts, named as in `SequentialMLP`; adapters are separate."""
         own = [(name, stack) for name, stack in self.named_parameters() if ".adapter." not in name]
         for expert in range(self._count):
             for name, stack in own:
@@ -245,7 +243,7 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the tensors for ``dist_checkpointing``: the files are those of `SequentialMLP`."""
+        """Describe the tensors for ``dist_checkpointing``; files equal those of `SequentialMLP`."""
         first, whole = self.expert_group.rank() * self._count, self.expert_group.size() * self._count
         rank, ranks = self.tensor_group.rank(), self.tensor_group.size()
         axis = len(sharded_offsets)  # of experts; rows and columns come after it
@@ -282,15 +280,15 @@ class GroupedExperts(MegatronModule):
         return state
 
     @staticmethod
-    def _name_singly(experts: GroupedExperts, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """In a ``state_dict`` experts are single, as `SequentialMLP` has them."""
+    def _split_state_dict(experts: GroupedExperts, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Replace the stacks in a ``state_dict`` by single experts, as in `SequentialMLP`."""
         for name, _ in experts.named_parameters():
             del state[f"{prefix}{name}"]
         state.update({prefix + name: part.detach() for name, part in experts.parts()})
 
     @torch.no_grad()
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
-        """Of single experts, or of the stacks that ``dist_checkpointing`` has filled."""
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load single experts, or the stacks that ``dist_checkpointing`` has filled."""
         for name, part in self.parts():
             single = state_dict.pop(prefix + name, None)
             if single is not None:
@@ -299,7 +297,7 @@ class GroupedExperts(MegatronModule):
                 state_dict[prefix + stack] = self.get_parameter(stack)
         for key in [key for key in state_dict if key.startswith(f"{prefix}local_experts.")]:  # without content
             del state_dict[key]
-        super()._load_from_state_dict(state_dict, prefix, *given)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Attention over heads whose output is multiplied by a sigmoid of the layer's input, a gate for each number."""
+"""Attention whose output is multiplied element-wise by a sigmoid gate, projected from the layer's input."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class GatedAttention(HeadAttention):
-    """`HeadAttention` whose projection gives each query head and, behind it, its gate."""
+    """`HeadAttention` whose query projection interleaves each head with its gate."""
 
     expects = {"attention_output_gate": True, "qk_l2_norm": False}
 
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend over ``hidden_states`` [T, 1, hidden], of a `PackedPlan`."""
+        """Attend over ``hidden_states`` [T, 1, hidden] of a `PackedPlan`."""
         *heads, gate = self._opened(hidden_states, packed_seq_params)
         attend = functools.partial(packed_seq_params.attend, self.layer_number, kind=self.kind)
         if self.training and self.checkpoint_core_attention:
@@ -49,10 +49,10 @@ class GatedAttention(HeadAttention):
         return query, key, value[..., 0, :], gate.flatten(2).sigmoid()
 
     def _in_groups(self, hidden: LinearInput) -> torch.Tensor:
-        """``[T, .., hidden]`` -> [T, 1, groups, 2 share + 2, D]: queries and gates of this rank, key and value."""
+        """``[T, .., hidden]`` -> [T, 1, groups, 2 share + 2, D]: this rank's queries with gates, key and value."""
         if self.reader is not None:
             return self._mixed(hidden)[0].unsqueeze(1)
-        # A rank stores part of a group. It reads all of the one that its heads are of, like other ranks.
+        # With fewer groups than ranks, a rank stores part of a group and gathers the whole one of its heads.
         ranks, groups = self.pg_collection.tp, self.config.num_query_groups
         of_group = ranks.size() // groups
         mixed, _ = call_linear(self.linear_qkv, hidden)

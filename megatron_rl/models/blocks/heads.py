@@ -1,4 +1,4 @@
-"""Attention over heads that share keys and values in groups."""
+"""Attention with grouped keys and values (MHA, GQA, MQA)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Sinks(MegatronModule):
-    """Attention sinks, in the place and under the name that megatron's attention keeps them; nothing calls it."""
+    """Parameter container for attention sinks, named as in megatron's attention; never called."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
@@ -49,7 +49,7 @@ class Sinks(MegatronModule):
 
 
 class HeadAttention(Block, PlannedSelfAttention):
-    """megatron's attention, whose rotation, mask, sinks and scale are those of the layer's kind."""
+    """megatron's attention with rotation, mask, sinks and scale of the layer's kind."""
 
     expects = {"attention_output_gate": False, "qk_l2_norm": False}
     reader = "linear_qkv"
@@ -60,7 +60,7 @@ class HeadAttention(Block, PlannedSelfAttention):
         return {"qk_layernorm": config.qk_layernorm}
 
     @staticmethod
-    def place(submodules: SelfAttentionSubmodules, config: TransformerConfig) -> None:
+    def replace_modules(submodules: SelfAttentionSubmodules, config: TransformerConfig) -> None:
         if config.qk_layernorm:
             submodules.q_layernorm = submodules.k_layernorm = TorchNorm
         if config.softmax_type == "learnable":
@@ -78,32 +78,32 @@ class HeadAttention(Block, PlannedSelfAttention):
             self.q_layernorm = NormAcrossHeads(self.config, heads * width, self.pg_collection.tp)
             self.k_layernorm = NormAcrossHeads(self.config, groups * width, self.pg_collection.tp)
         self._norms = (self.q_layernorm, self.k_layernorm) if has_norms else (None, None)
-        # With fewer groups than ranks these exchange their parts, which is megatron's to do.
+        # With fewer groups than ranks megatron exchanges parts of groups between ranks.
         has_own_groups = self.config.num_query_groups >= self.world_size
         if not has_own_groups:
             self.reader = None
         is_plain = has_own_groups and kind.scale is None
         self._rotates_together = is_plain and not has_norms
-        # A kernel knows everything between the projection and the cache.
+        # The fused kernel covers everything between the projection and the cache.
         self._is_storable = is_plain and (not has_norms or all(map(is_rms, self._norms)))
 
     def rotated(self, hidden_states: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        turn = plan.turns[self.kind.rotation] if isinstance(plan, PackedPlan) else None
-        is_whole = turn is not None and turn[0].shape[-1] == self.hidden_size_per_attention_head
+        cos_sin = plan.cos_sin[self.kind.rotation] if isinstance(plan, PackedPlan) else None
+        is_whole = cos_sin is not None and cos_sin[0].shape[-1] == self.hidden_size_per_attention_head
         if not (hidden_states.is_cuda and self._is_storable and is_whole):
             return super().rotated(hidden_states, plan)
         if plan.places is None:
             plan.places = torch.arange(len(hidden_states), device=hidden_states.device)
-        return self._rotated_whole(self._mixed(hidden_states).output, turn, plan.places)
+        return self._rotated_whole(self._mixed(hidden_states).output, cos_sin, plan.places)
 
     def _rotated_whole(
-        self, mixed: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor
+        self, mixed: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value of `_mixed`, with the bits of a decode step; ``places`` are 0 to T - 1."""
+        """Rotate the output of `_mixed` like a decode step, bit for bit; ``places`` are 0 to T - 1."""
         from megatron_rl.models.training_kernels import RotatedHeads
 
         weights = (norm and weight_of(norm) for norm in self._norms)
-        return RotatedHeads.apply(mixed, turn, places, self._norms, *weights)
+        return RotatedHeads.apply(mixed, cos_sin, places, self._norms, *weights)
 
     def decode(self, normed: LinearInput, plan: RolloutPlan) -> Pending:
         if plan.stores_heads and self._is_storable:
@@ -114,7 +114,7 @@ class HeadAttention(Block, PlannedSelfAttention):
         return Pending(*call_linear(self.linear_proj, attended.view(attended.shape[0], -1)))
 
     def _mixed(self, normed: LinearInput, call: Callable[..., Pending] = call_linear) -> Pending:
-        """``[T, hidden]`` -> ``[T, groups, share + 2, D]``: a group's queries, its key and value; a bias to add."""
+        """``[T, hidden]`` -> ``[T, groups, share + 2, D]``: queries, key and value of each group; and a bias to add."""
         mixed, bias = call(self.linear_qkv, normed)
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         return Pending(mixed.view(mixed.shape[0], groups, -1, width), bias)
@@ -124,8 +124,8 @@ class HeadAttention(Block, PlannedSelfAttention):
         if self.reader is None:  # megatron's own way, which takes no activations packed for a quantised product
             return self.rotated(normed[:, None], plan)
         mixed, _ = self._mixed(normed)
-        if plan.ops.fused and self._is_storable and (turn := plan.turn(self.kind))[0].shape[-1] == mixed.shape[-1]:
-            return self._rotated_whole(mixed, turn, torch.arange(len(mixed), device=mixed.device))
+        if plan.ops.fused and self._is_storable and (tables := plan.cos_sin(self.kind))[0].shape[-1] == mixed.shape[-1]:
+            return self._rotated_whole(mixed, tables, torch.arange(len(mixed), device=mixed.device))
         both, value = mixed[:, :, :-1], mixed[:, :, -1].unsqueeze(1)
         if self._rotates_together:
             both = plan.rotate(both, self.kind)

@@ -1,8 +1,8 @@
-"""Multi-head latent attention: keys and values of all heads are expanded from one latent a token.
+"""Multi-head latent attention (MLA): keys and values of all heads are expanded from one latent per token.
 
-Training and prompts expand it. A step that reads the cache does not: with the expansion ``W`` of a head's keys and
-``c`` of a token, ``q (W c) = (W^T q) c``, so queries absorb ``W``, attend to the latents themselves, and values are
-expanded from the result. The cache then has ``kv_lora_rank + qk_pos_emb_head_dim`` numbers a token, whatever the heads.
+Training and prefill expand it. Decode steps absorb the expansion: with ``W`` of a head's keys and a token's latent
+``c``, ``q (W c) = (W^T q) c``, so queries are multiplied by ``W^T``, attend to the latents, and values are expanded
+from the result. The cache then has ``kv_lora_rank + qk_pos_emb_head_dim`` numbers per token, for any number of heads.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.families import LayerKind
-from megatron_rl.models import changed
+from megatron_rl.models import override
 from megatron_rl.models.blocks import Block
 from megatron_rl.models.rollout_ops import Pending, TorchNorm, WholeColumnLinear, WholeRowLinear, call_linear
-from megatron_rl.platform.megatron import let_latent_attention_be_built
-from megatron_rl.quantization.copies import taken_apart
+from megatron_rl.platform.megatron import enable_latent_attention
+from megatron_rl.quantization.copies import effective_operands
 
 if TYPE_CHECKING:
     from megatron_rl.models.attention.plan import AttentionPlan
     from megatron_rl.models.rollout import RolloutPlan
 
 _EPSILON = 1e-6
-"""Of the norms of latents, in all models whatever their other norms have."""
+"""Of the latent norms, in all known models, independent of other norms."""
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query, key and value, ``[T, 1, heads, D]``; values are of another width."""
+"""Query, key and value, ``[T, 1, heads, D]``; values have another width."""
 
 
 class _PlannedLatentAttention(MLASelfAttention):
-    """megatron's projections; rotation and attention are the plan's, as in `PlannedSelfAttention`."""
+    """megatron's projections; the plan rotates and attends, as in `PlannedSelfAttention`."""
 
     kind: LayerKind
     absorbs = False
-    """Whether packed batches are computed as `decode` computes a step: see `absorbed_attention`."""
+    """Whether packed batches absorb the expansion like `decode`: see `absorbed_attention`."""
 
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend; ``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
+        """Attend; ``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallelism)."""
         plan = packed_seq_params
         query, latents = self._query(hidden_states, plan), self._latent(hidden_states, plan)
         if self.absorbs:
@@ -64,7 +64,7 @@ class _PlannedLatentAttention(MLASelfAttention):
         return self.linear_proj(attend(*heads))
 
     def _query(self, hidden: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """``[T, 1, hidden]`` -> ``[T, 1, heads, D]``, its last part rotated."""
+        """``[T, 1, hidden]`` -> ``[T, 1, heads, D]``, with the last part rotated."""
         if self.config.q_lora_rank is None:
             mixed, _ = call_linear(self.linear_q_proj, hidden)
         else:
@@ -76,12 +76,13 @@ class _PlannedLatentAttention(MLASelfAttention):
     def _latent(self, hidden: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, 1, hidden]`` -> the latent ``[T, 1, kv_lora_rank]``, and the rotated part of keys, ``[T, 1, 1, D]``.
 
-        Under sequence parallelism the latent is of this rank's share of the tokens.
+        Under sequence parallelism the latent covers this rank's tokens only.
         """
         config = self.config
         mixed = self._gathered(call_linear(self.linear_kv_down_proj, hidden)[0])
         latent, rotated = mixed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
-        # Every rank's own heads read the rotated part, so its gradients are added up; the latent's are behind the norm.
+        # Each rank's heads read the rotated part, so its gradients are summed; those of the latent are, behind the
+        # norm.
         rotated = copy_to_tensor_model_parallel_region(rotated)
         return self.kv_layernorm(self._shared(latent)), self._rotated(rotated[:, :, None], plan)
 
@@ -95,14 +96,14 @@ class _PlannedLatentAttention(MLASelfAttention):
     def _absorbed(
         self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, attend_latent: Callable[..., Any]
     ) -> torch.Tensor:
-        """``[T, 1, heads * v_head_dim]``: see the top of the file; ``attend_latent`` is that of a `RolloutPlan`."""
+        """Attend with absorbed queries -> ``[T, 1, heads * v_head_dim]``; ``attend_latent``: see `RolloutPlan`."""
         whole = gather_from_sequence_parallel_region(latent) if self.config.sequence_parallel else latent
-        weight, kept = taken_apart(self.linear_kv_up_proj, whole)
+        weight, kept = effective_operands(self.linear_kv_up_proj, whole)
         to_key, to_value = weight.unflatten(0, (-1, sum(self._expanded_widths))).split(self._expanded_widths, 1)
 
         def absorbed() -> torch.Tensor:
-            own, turned = query.split(self._key_widths, -1)
-            return self._scaled(torch.cat((torch.einsum("tbhd,hdc->tbhc", own, to_key), turned), -1))
+            own, absorbed_rotated = query.split(self._key_widths, -1)
+            return self._scaled(torch.cat((torch.einsum("tbhd,hdc->tbhc", own, to_key), absorbed_rotated), -1))
 
         attended, is_latent = attend_latent(
             self.layer_number, torch.cat((kept[:, :, None], rotated), -1),
@@ -116,13 +117,13 @@ class _PlannedLatentAttention(MLASelfAttention):
         self, plan: AttentionPlan, layer: int, latent: torch.Tensor, _: Any, absorbed: Callable[[], torch.Tensor],
         kind: LayerKind,
     ) -> tuple[torch.Tensor, bool]:  # fmt: skip
-        """`RolloutPlan.attend_latent` of a packed batch, which attends to its own latents."""
+        """Attend to the latents of a packed batch; see `RolloutPlan.attend_latent`."""
         query = absorbed()
         key = latent.expand(-1, -1, query.shape[2], -1)  # torch's kernel of little memory takes a key for every query
         return plan.attend(layer, query, key, key[..., : self.config.kv_lora_rank], kind), True
 
     def _scaled(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries such that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
+        """Scale queries for the layer's softmax scale, given that kernels multiply scores by 1 / sqrt(D)."""
         width = query.shape[-1]
         if self.kind.scale is None and width == self.q_head_dim:
             return query
@@ -130,32 +131,32 @@ class _PlannedLatentAttention(MLASelfAttention):
         return query * (scale * math.sqrt(width))
 
     def _rotated(self, heads: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Neighbours are a pair: they are laid into halves, in queries and keys alike, which keeps their product."""
+        """Rotate interleaved pairs: reorder them into halves, in queries and keys alike, which keeps their products."""
         halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return plan.rotate(halves, self.kind)
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """A projection into a latent, of which each tensor-parallel rank has some columns."""
+        """Gather the columns of a latent projection from the tensor-parallel ranks."""
         return part if self.world_size == 1 else gather_from_tensor_model_parallel_region(part)
 
     def _shared(self, latent: torch.Tensor) -> torch.Tensor:
-        """What is expanded next: its projection gathers the tokens again under sequence parallelism."""
+        """Split tokens under sequence parallelism: the next projection gathers them again."""
         return scatter_to_sequence_parallel_region(latent) if self.config.sequence_parallel else latent
 
 
 class LatentAttention(Block, _PlannedLatentAttention):
-    """megatron's latent attention, whose rotation and scale are those of the layer's kind."""
+    """megatron's latent attention with rotation and scale of the layer's kind."""
 
     settings = MLATransformerConfig
     expects = {"attention_output_gate": False, "cache_mla_latents": False, "experimental_attention_variant": None}
 
     @staticmethod
     def stock(config: TransformerConfig) -> dict[str, Any]:
-        let_latent_attention_be_built()
+        enable_latent_attention()
         return {"multi_latent_attention": True}
 
     @staticmethod
-    def place(submodules: MLASelfAttentionSubmodules, config: TransformerConfig) -> None:
+    def replace_modules(submodules: MLASelfAttentionSubmodules, config: TransformerConfig) -> None:
         submodules.core_attention = IdentityOp  # the plan attends
         submodules.q_layernorm = submodules.kv_layernorm = IdentityOp  # megatron-core 0.19 takes no others unless asked
         if config.tensor_model_parallel_size == 1:
@@ -186,8 +187,8 @@ class LatentAttention(Block, _PlannedLatentAttention):
 
 
 def absorbed_attention(layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Enter a block in which ``layers`` absorb in packed batches, too: what differs then is absorption alone."""
-    return changed("absorbs", {layer.self_attention: True for layer in layers})
+    """Make ``layers`` absorb in packed batches, inside the context, to measure the effect of absorption alone."""
+    return override("absorbs", {layer.self_attention: True for layer in layers})
 
 
 BLOCK = LatentAttention

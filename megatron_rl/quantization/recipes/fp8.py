@@ -1,4 +1,4 @@
-"""FP8 E4M3: one scale an output channel, dynamic scales a token."""
+"""FP8 E4M3 with one scale per output channel and dynamic scales per token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rl.quantization.rowwise import RowRecipe
 
 
 class Fp8(RowRecipe):
-    """The default on GPUs: `thin_product` of up to 128 tokens, above that ``torch._scaled_mm`` with rowwise scales."""
+    """The default on GPUs: `thin_product` up to 128 tokens, above ``torch._scaled_mm`` with rowwise scales."""
 
     name = "fp8"
     format = "fp8 e4m3, channel x token"
@@ -15,7 +15,7 @@ class Fp8(RowRecipe):
     code_type = formats.FP8
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
-        """Return why the device has no FP8 tensor cores (8.9 and later) or rowwise scales (Hopper and later)."""
+        """Require FP8 tensor cores (8.9 and later) and rowwise scales (Hopper and later)."""
         if capability is None or capability >= (9, 0):
             return None
         own = "{}.{}".format(*capability)

@@ -1,6 +1,6 @@
-"""FP8 E4M3 with one scale a 128 x 128 tile of the weight and one a 1 x 128 segment of the activations.
+"""FP8 E4M3 with one scale per 128 x 128 tile of the weight and per 1 x 128 segment of activations.
 
-The format of DeepSeek's checkpoints and, with powers of two, of Transformer Engine's blockwise scaling.
+The format of DeepSeek's checkpoints and, with power-of-two scales, of Transformer Engine's blockwise scaling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.quantization.recipe import PackedActivations, Packing, Quantize
 
 
 class Fp8Block(Recipe):
-    """Scales are any fp32 number."""
+    """Scales are arbitrary fp32 numbers."""
 
     name = "fp8_block"
     format = "fp8 e4m3, 128x128 x 1x128"
@@ -25,7 +25,7 @@ class Fp8Block(Recipe):
     powers_of_two: ClassVar[bool] = False
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
-        """Return why the device has no blockwise products, which exist for Hopper."""
+        """Require blockwise products, which exist only for Hopper."""
         if capability is None or capability[0] == 9:
             return None
         own = "{}.{}".format(*capability)
@@ -50,7 +50,7 @@ class Fp8Block(Recipe):
             return
         cut = formats.tiles(weight.float())
         scale = self._scale(cut.abs().amax((1, 3), keepdim=True))
-        # Rounded before the cast: a CPU converts fp8 element by element, and the operand wants the numbers.
+        # Rounded before the cast: a CPU casts to fp8 element by element, and the operand needs the numbers.
         codes = formats.fp8_rounded((cut / scale).clamp_(-formats.FP8_MAX, formats.FP8_MAX))
         into.codes.copy_(codes.reshape(into.codes.shape))
         into.scales.copy_(scale.view(into.scales.shape))
@@ -85,16 +85,16 @@ class Fp8Block(Recipe):
         return fp8_product(x.codes, x.scales, q, x.dtype)
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-        """Multiply on the tiles of ``q`` turned round: 1 x 128 segments of a gradient against 128 x 128 tiles."""
+        """Multiply with the transposed tiles of ``q``: 1 x 128 segments of the gradient against 128 x 128 tiles."""
         if not gradient.is_cuda:
             return torch.mm(self.round_trip_of(gradient.float()), q.operand).to(gradient.dtype)
-        turned = self.allocate((q.columns, q.rows), gradient.device)
-        turned.codes.copy_(q.codes.t())
-        turned.scales.copy_(q.scales.t())
-        return self.matmul(gradient, turned)
+        transposed = self.allocate((q.columns, q.rows), gradient.device)
+        transposed.codes.copy_(q.codes.t())
+        transposed.scales.copy_(q.scales.t())
+        return self.matmul(gradient, transposed)
 
     def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Multiply in segments of 128 tokens of a channel, as activations are: the sum is over tokens."""
+        """Multiply in segments of 128 tokens per channel, because the sum is over tokens."""
         if not gradient.is_cuda:
             dy, seen = (self.round_trip_of(each.t().float()) for each in (gradient, x))
             return torch.mm(dy, seen.t()).to(gradient.dtype)
@@ -111,7 +111,7 @@ class Fp8Block(Recipe):
         return self.round_trip_of(x.reshape(-1, q.columns)).view(x.shape)
 
     def round_trip_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return ``tokens`` [T, K] quantised in segments of 128 columns, and back."""
+        """Quantise and dequantise ``tokens`` [T, K] in segments of 128 columns."""
         codes, scale = self.activation_codes(tokens)
         return (codes * scale).flatten(1)[:, : tokens.shape[1]].to(tokens.dtype)
 
@@ -119,9 +119,8 @@ class Fp8Block(Recipe):
 def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Multiply on CUDA, sm_90: 1 x 128 segments of activations against 128 x 128 tiles of the weight.
 
-    cuBLAS wants the activations' scales column by column, with a multiple of four tokens a column, for which torch
-    offers no padding of the scales alone; and the tiles' in columns padded to a multiple of four, which is how
-    ``q.operand`` holds them.
+    cuBLAS needs column-major activation scales for a multiple of four tokens (torch cannot pad the scales alone), and
+    tile scales in columns padded to a multiple of four, as in ``q.operand``.
     """
     kinds, tokens = functional.ScalingType, codes.shape[0]
     missing = -tokens % 4
@@ -136,9 +135,7 @@ def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, d
 
 
 def pack_segments(values: torch.Tensor, power_of_two: bool) -> PackedActivations:
-    """Pack ``values`` [R, T] on CUDA in 1 x 128 segments; rows up to a multiple of 16, as cuBLAS wants of both factors.
-
-    The rows that fill up have codes of 0 and undefined scales.
+    """Pack ``values`` [R, T] on CUDA in 1 x 128 segments; rows are padded to 16 for cuBLAS (codes 0, scales undefined).
     """
     from megatron_rl.quantization.kernels import requantize_blocks
 
@@ -150,7 +147,7 @@ def pack_segments(values: torch.Tensor, power_of_two: bool) -> PackedActivations
 
 
 def segments_product(a: PackedActivations, b: PackedActivations, dtype: torch.dtype) -> torch.Tensor:
-    """Compute ``a b^T`` on CUDA, sm_90, both in 1 x 128 segments; their scales lie column by column."""
+    """Compute ``a b^T`` on CUDA, sm_90, both in 1 x 128 segments with column-major scales."""
     kind = functional.ScalingType.BlockWise1x128
     product = functional.scaled_mm(a.codes, b.codes.t(), a.scales, kind, b.scales, kind, output_dtype=torch.bfloat16)
     return product.to(dtype)

@@ -1,4 +1,4 @@
-"""FP8 E4M3 with a single scale for the whole weight, dynamic scales a token."""
+"""FP8 E4M3 with a single scale for the whole weight and dynamic scales per token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from megatron_rl.quantization.recipes.fp8 import Fp8
 
 
 class Fp8Tensor(Fp8):
-    """The coarsest recipe, as engines use that quantise a checkpoint on loading.
+    """The coarsest recipe, used by engines that quantise checkpoints while loading.
 
-    Activations have a scale a token, not a batch: otherwise a token's log-prob would depend on what else is
-    decoded at the moment, and no trainer could reproduce it. Tensor-parallel ranks have a scale each, as they have
-    there.
+    Activation scales are per token, not per batch: otherwise a token's log-prob would depend on the rest of the batch,
+    and no trainer could reproduce it. As in those engines, each tensor-parallel rank has its own scale.
     """
 
     name = "fp8_tensor"

@@ -1,4 +1,4 @@
-"""INT8: one scale an output channel, dynamic scales a token."""
+"""INT8 with one scale per output channel and dynamic scales per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.quantization.rowwise import RowRecipe
 
 
 class Int8(RowRecipe):
-    """The default on CPUs and on GPUs without FP8. Sums are whole numbers, the same in any order."""
+    """The default on CPUs and on GPUs without FP8. Integer sums do not depend on their order."""
 
     name = "int8"
     format = "int8, channel x token"

@@ -6,9 +6,9 @@ from megatron_rl.quantization.recipes.int8 import Int8
 
 
 class Int8Smooth(Int8):
-    """Channel j of the activations is divided by ``sqrt(max|x_j| / max|w_j|)``, the weight is multiplied by it.
+    """Activations of channel j are divided by ``sqrt(max|x_j| / max|w_j|)``, weights multiplied by it.
 
-    The factors come from a calibration before the first rollout; without one they are 1, which is ``int8``.
+    The factors come from a calibration before the first rollout; until then they are 1, as in ``int8``.
     """
 
     name = "int8_smooth"

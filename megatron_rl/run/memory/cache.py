@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.platform.device import DeviceMemory, Leaving, LeavingOf
+from megatron_rl.platform.device import DeviceMemory, OffloadableFactory, OffloadableTensors
 from megatron_rl.run.memory.estimate import in_words
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class CacheResidency:
     def __init__(
         self, tensors: Sequence[torch.Tensor], memory: DeviceMemory, training_need: int,
         agree: Callable[[bool], bool] = lambda flag: flag, updates: Callable[[], int] = lambda: 0,
-        forget_graphs: Callable[[], None] = lambda: None, leaving: LeavingOf = Leaving,
+        forget_graphs: Callable[[], None] = lambda: None, offloadable: OffloadableFactory = OffloadableTensors,
     ) -> None:  # fmt: skip
         """Args:
         tensors: all of the cache, with all views; nothing else may lie in their storages.
@@ -86,7 +86,7 @@ class CacheResidency:
         forget_graphs: of the engine; captured graphs have the addresses of a cache that goes.
         leaving: how they leave.
         """
-        self._held = leaving(tensors)
+        self._held = offloadable(tensors)
         self._memory = memory
         self._forget_graphs = forget_graphs
         self._agree = agree
@@ -117,7 +117,7 @@ class CacheResidency:
                 self.training_need = taken if peak > peak_before else min(self.training_need, taken)
         self._before_training = None
         if self.is_released:
-            self._held.take_back()  # zeroed: with what was there a masked cell could give 0 * NaN = NaN
+            self._held.restore()  # zeroed: with what was there a masked cell could give 0 * NaN = NaN
             self.generation += 1
 
     def after_rollout(self) -> None:

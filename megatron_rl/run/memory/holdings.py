@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_rl.platform.device import Leaving, LeavingOf, as_bytes, release, storages_of, take_back
-from megatron_rl.platform.megatron import remake_parameters
+from megatron_rl.platform.device import OffloadableFactory, OffloadableTensors, as_bytes, release, restore, storages_of
+from megatron_rl.platform.megatron import copy_main_parameters
 from megatron_rl.trainer.optimizer import Optimization
 
 SMALLEST_PIECE = 2**20
@@ -81,7 +81,7 @@ class Gradients:
         """Take memory again, with anything in it; nothing where it is there."""
         for storage, size in zip(self.storages, self._sizes, strict=True):
             if storage.nbytes() != size:
-                take_back(storage, size)
+                restore(storage, size)
 
 
 class OptimizerState:
@@ -127,7 +127,7 @@ class OptimizerState:
         while self._away:
             storage, values = self._away[0]
             sizes = [piece.nbytes for piece in values]
-            for part, piece in zip(take_back(storage, sum(sizes)).split(sizes), values, strict=True):
+            for part, piece in zip(restore(storage, sum(sizes)).split(sizes), values, strict=True):
                 part.copy_(piece, non_blocking=True)
             del self._away[0]
 
@@ -158,17 +158,17 @@ class Holdings:
 class Weights:
     """The buffers that the distributed optimizer has all parameters in."""
 
-    def __init__(self, optimization: Optimization, leaving: LeavingOf = Leaving) -> None:
+    def __init__(self, optimization: Optimization, offloadable: OffloadableFactory = OffloadableTensors) -> None:
         """``leaving``: how copies leave that are set aside."""
         self._optimization = optimization
-        self._leaving = leaving
+        self._leaving = offloadable
         tensors = [buffer.param_data for buffer in _buffers(optimization) if buffer.param_data is not None]
         # fp32 weights are their own main parameters, and frozen ones have none: nothing else has their values.
         is_made_of_main = optimization.policy.dtype == torch.bfloat16 and optimization.policy.fp8_weights is None
         is_made_of_main &= all(parameter.requires_grad for parameter in optimization.policy.parameters())
-        self._buffers = Leaving(tensors if is_made_of_main else ())
+        self._buffers = OffloadableTensors(tensors if is_made_of_main else ())
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._memory_aside = leaving(())
+        self._memory_aside = offloadable(())
         self._homes: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     @property
@@ -194,7 +194,7 @@ class Weights:
         if not self._aside.keys() >= set(read):
             self._aside = {parameter: torch.empty_like(parameter) for parameter in read}
             self._memory_aside = self._leaving(list(self._aside.values()))
-        self._memory_aside.take_back(zeroed=False)
+        self._memory_aside.restore(zeroed=False)
         for parameter in self._optimization.policy.parameters():
             self._homes[parameter] = home = parameter.data
             if parameter not in skipped:
@@ -205,10 +205,10 @@ class Weights:
         """Make all of them again, to the bit; nothing where they are there. Collective; the state must be home."""
         if not self._homes:
             return
-        self._buffers.take_back()  # zeroed: parameters do not fill them
+        self._buffers.restore()  # zeroed: parameters do not fill them
         for parameter, home in self._homes.items():
             parameter.data = home
-        remake_parameters(self._optimization.optimizer, self._optimization.wrapped)
+        copy_main_parameters(self._optimization.optimizer, self._optimization.wrapped)
         self._homes = {}
 
     def release_aside(self) -> None:

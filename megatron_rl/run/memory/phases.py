@@ -32,7 +32,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
 from megatron_rl.platform.collectives import any_rank, gather_json, max_over
 from megatron_rl.platform.cuda import strict_algorithms
-from megatron_rl.platform.device import DeviceMemory, OutOfMemoryOnAllRanks, is_out_of_memory, name_of, reason_of
+from megatron_rl.platform.device import DeviceMemory, OutOfMemoryOnAllRanks, device_name, is_out_of_memory, reason_of
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.memory.cache import CacheResidency, plan_cache
@@ -55,7 +55,7 @@ class Phases:
         self._config = config
         self._policy = policy
         self._groups = groups
-        name = name_of(policy.device)
+        name = device_name(policy.device)
         self._device = DeviceMemory(policy.device, sharers=gather_json(name, dist.group.WORLD).count(name))
         self._estimate = estimate(config, groups.world_size, policy.vocab_size, groups.stage)
         self.training: Training | None = None
@@ -98,7 +98,7 @@ class Phases:
             },
             dist.group.WORLD,
         )
-        size, is_short = plan_cache(
+        size, is_local = plan_cache(
             slot_bytes(self._config),
             self._config.rollout.inference_max_batch_size,
             asked=None if flag is None else int(flag * 2**30),
@@ -107,7 +107,7 @@ class Phases:
             in_training=int(worst["in training"]),
             share=self._config.rollout.rl_rollout_memory_fraction,
         )
-        return size / 2**30 if is_short else flag
+        return size / 2**30 if is_local else flag
 
     def hold(self, engine: Engine, prompts: Callable[[], Sequence[Request]]) -> CacheResidency:
         """Look after the engine's cache; collective over the model-parallel ranks.
@@ -127,7 +127,7 @@ class Phases:
             lambda release: any_rank(release, self._groups.model_group),
             lambda: 0 if training is None else training.optimization.updates_begun,
             engine.forget_graphs,
-            self.quantization.leaving,
+            self.quantization.offloadable,
         )
         self.cache.after_rollout()
         self._release_copies()
@@ -262,7 +262,7 @@ class Training:
         self.policy = Holdings(optimization)
         self.critic = None if critic is None else Holdings(critic, with_weights=True)  # no rollout reads any of it
         self.models = [self.policy] if self.critic is None else [self.policy, self.critic]
-        self.weights = Weights(optimization, quantization.leaving)
+        self.weights = Weights(optimization, quantization.offloadable)
         self.offloads = config.rollout.rl_offload_optimizer_during_inference
         self._quantization = quantization
         self._keeps = config.rollout.rl_keep_in_rollouts

@@ -148,9 +148,9 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
         recipe = RECIPES.get(name)
         from megatron_rl.platform import current_platform  # brings torch, which wrong names need not wait for
 
-        unfit = None if elsewhere else recipe.device_problem(current_platform().compute_capability)
-        if unfit is not None:
-            problems.append(config.problem("rl_rollout_quantization", f": {unfit}"))
+        unsupported = None if elsewhere else recipe.device_problem(current_platform().compute_capability)
+        if unsupported is not None:
+            problems.append(config.problem("rl_rollout_quantization", f": {unsupported}"))
         if config.has_shape:
             problems += layer_problems(config, recipe.shape_problem)
     return problems

@@ -113,8 +113,8 @@ def four_tokens(config: RLConfig, device: torch.device, **further: Any) -> Token
 def _loss(config: RLConfig, device: torch.device) -> None:
     loss, current = loss_of(config), torch.tensor([torch.nan, -1.01, torch.nan, -0.99], device=device)
     _constant(LOSSES, config.algorithm.rl_policy_loss, loss, "AGGREGATION", get_args(Aggregation))
-    picked = torch.tensor([False, True, False, False], device=device) if isinstance(loss, TokenSelection) else None
-    batch = four_tokens(config, device, current_logprobs=current.requires_grad_(), picked=picked)
+    selected = torch.tensor([False, True, False, False], device=device) if isinstance(loss, TokenSelection) else None
+    batch = four_tokens(config, device, current_logprobs=current.requires_grad_(), selected=selected)
     per_token, gradient = _values(loss(batch), batch, "loss"), None
     if per_token.requires_grad:
         (gradient,) = torch.autograd.grad(per_token.sum(), batch.current_logprobs, allow_unused=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.algorithms import CLIPPED, TokenBatch
 from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.trainer.update import reduced
+from megatron_rl.trainer.update import reduce_sums
 from tests.support.tokens import changed, correction, step_rewards, token_batch
 
 LN2 = math.log(2)
@@ -159,7 +159,7 @@ def test_the_95th_percentile_of_mostly_equal_logprobs_is_zero() -> None:
 def test_statistics_of_parts_add_up_to_those_of_the_whole(one_rank: ParallelGroups) -> None:
     whole = metrics_of("masked_is", OLD, INFERENCE, MASK)
     parts = [sums_of("masked_is", OLD[part], INFERENCE[part], MASK[part]) for part in (slice(0, 2), slice(2, 5))]
-    together = mismatch_metrics(reduced(parts, one_rank.data_group, torch.device("cpu")))
+    together = mismatch_metrics(reduce_sums(parts, one_rank.data_group, torch.device("cpu")))
     assert together == pytest.approx(whole)
     assert all(math.isfinite(value) for value in whole.values())
     # The 96 bins and more that 10 % need, counted once each.
@@ -171,9 +171,9 @@ def test_statistics_of_nothing_are_zero(one_rank: ParallelGroups) -> None:
     empty = torch.zeros(0)
     nothing = sums_of("none", empty, empty, empty)
     assert set(mismatch_metrics(nothing).values()) == {0.0}
-    with_nothing = reduced([nothing, two_tokens()], one_rank.data_group, torch.device("cpu"))
+    with_nothing = reduce_sums([nothing, two_tokens()], one_rank.data_group, torch.device("cpu"))
     assert mismatch_metrics(with_nothing) == mismatch_metrics(two_tokens())
-    assert reduced([], one_rank.data_group, torch.device("cpu")) == {}
+    assert reduce_sums([], one_rank.data_group, torch.device("cpu")) == {}
 
 
 def test_a_logprob_that_is_not_finite_breaks_nothing() -> None:

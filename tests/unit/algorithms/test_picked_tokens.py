@@ -64,7 +64,7 @@ def test_kl_cov_picks_the_largest_and_of_equals_the_first(
 ) -> None:
     """0.1 of 4 tokens is none, and one is picked all the same."""
     found = pick(kl_cov.Loss(share=share), one_rank, batch_of())
-    assert found.picked.nonzero()[:, 0].tolist() == expected
+    assert found.selected.nonzero()[:, 0].tolist() == expected
 
 
 def test_kl_cov_adds_the_distance_at_picked_tokens_alone() -> None:
@@ -74,7 +74,7 @@ def test_kl_cov_adds_the_distance_at_picked_tokens_alone() -> None:
     old = torch.tensor(LOGPROBS)
     current = (old + shift).requires_grad_()
     marked = torch.tensor([False, False, True, False, False, True])
-    loss, sums = kl_cov.Loss(beta=2.0)(batch_of(current_logprobs=current, old_logprobs=old, picked=marked))
+    loss, sums = kl_cov.Loss(beta=2.0)(batch_of(current_logprobs=current, old_logprobs=old, selected=marked))
     loss.sum().backward()
     torch.testing.assert_close(loss.detach(), torch.tensor([0.0, -6.0, 2 * math.log(2), 0.0, 0.0, 4 * math.log(2) - 4]))
     # d(-rho A) = -rho A; d|log rho| = -1 below 1, where the log-prob is pulled back up, and 1 above.
@@ -85,13 +85,13 @@ def test_kl_cov_adds_the_distance_at_picked_tokens_alone() -> None:
 def test_clip_cov_picks_within_its_bounds(one_rank: ParallelGroups) -> None:
     for lower, upper, expected in ((0.5, 2.0, [2]), (-1.0, 0.5, [1, 4, 5]), (1.0, 2.0, []), (-2.0, -0.5, [])):
         found = pick(clip_cov.Loss(share=1.0, lower=lower, upper=upper), one_rank, batch_of())
-        assert found.picked.nonzero()[:, 0].tolist() == expected
+        assert found.selected.nonzero()[:, 0].tolist() == expected
 
 
 def test_clip_cov_takes_the_loss_of_picked_tokens_away() -> None:
     current = torch.tensor(LOGPROBS, requires_grad=True)
     marked = torch.tensor([False, True, False, False, False, False])
-    batch = batch_of(current_logprobs=current, old_logprobs=current.detach(), picked=marked)
+    batch = batch_of(current_logprobs=current, old_logprobs=current.detach(), selected=marked)
     loss, sums = clip_cov.Loss()(batch)
     loss.sum().backward()
     assert loss.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, -1.0]
@@ -107,7 +107,7 @@ def test_clip_cov_draws_anew_after_every_update(one_rank: ParallelGroups) -> Non
         ((batch,),) = parts_of(packs=1)
         batch.versions.fill_(version)
         loss = clip_cov.Loss(share=0.1, lower=-1e9, upper=1e9)
-        found.append(pick(loss, one_rank, batch).picked)
+        found.append(pick(loss, one_rank, batch).selected)
     assert [mask.sum().item() for mask in found] == [60, 60, 60]
     assert torch.equal(found[0], found[1])
     assert (found[0] & found[2]).sum() < 20
@@ -125,7 +125,7 @@ def test_packing_and_ranks_change_nothing(one_rank: ParallelGroups, name: str) -
 
     def numbers(updates: Sequence[Sequence[TokenBatch]]) -> set[int]:
         (part,) = updates
-        return {number for batch in part for number in places(batch)[batch.picked].tolist()}
+        return {number for batch in part for number in places(batch)[batch.selected].tolist()}
 
     whole = numbers([selected(loss, part, one_rank) for part in parts_of(packs=1)])
     assert len(whole) == 30

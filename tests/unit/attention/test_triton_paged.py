@@ -216,5 +216,5 @@ def test_where_they_run(monkeypatch, device, interpreter, wanted):
 def test_what_they_take(capability, stored, width, wanted):
     kernel = BACKENDS.get("triton_paged").cache
     dtype = torch.bfloat16 if stored == FP8 else stored
-    problem = kernel.unfit(DeviceFacts("cuda", capability), Requirements(dtype, stored, width))
+    problem = kernel.unsupported(DeviceFacts("cuda", capability), Requirements(dtype, stored, width))
     assert (problem is None) if wanted is None else (wanted in problem)

@@ -85,7 +85,7 @@ def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
     """Saves fork nothing; those in the background are written in a thread."""
     original = manager.BackgroundSave
     patch.setattr(manager, "BackgroundSave", lambda *given: original(*given[:3], on_cuda=True))
-    patch.setattr(megatron, "must_write_here", lambda: megatron.VERSION < (0, 17))
+    patch.setattr(megatron, "must_write_in_process", lambda: megatron.VERSION < (0, 17))
 
 
 def _succeeds(run: TrainingRun, folder: Path) -> None:

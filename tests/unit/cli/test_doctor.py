@@ -82,6 +82,6 @@ def test_it_takes_no_flags(capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 @pytest.mark.parametrize(("gain", "advice"), [(2.6, "--bf16 pays"), (0.3, "leave --bf16 out")])
 def test_bf16_is_advised_where_its_products_are_faster(capsys, monkeypatch, gain, advice):
-    monkeypatch.setattr(device, "gain_of_bf16", lambda: gain)
+    monkeypatch.setattr(device, "bf16_speedup", lambda: gain)
     _, found = _report(capsys)
     assert found["bf16"] == ("ok", f"products are {gain} times as fast as fp32's: {advice}")

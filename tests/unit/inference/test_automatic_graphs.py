@@ -16,7 +16,7 @@ from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.loop import rl_step
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.run import generation
-from megatron_rl.run.training import book
+from megatron_rl.run.training import record_updates
 from tests.support.generation import generate, ragged_requests, request, rollout_engine, tokens
 from tests.support.hugging_face import write_shape
 from tests.support.tape import TapeRecorder, on_a_gpu
@@ -75,7 +75,7 @@ def test_a_first_run_in_one_line_has_them(
     monkeypatch.setattr(generation, "RolloutEngine", build)
     run, steps, replayed = toy_run(config, one_rank), 0, list[int]()
     for step in (1, 2, 3):
-        book(run, rl_step(run, step))
+        record_updates(run, rl_step(run, step))
         steps += engines[0].statistics.decode_steps
         replayed.append(made[0].replayed)
         assert (replayed[-1] > 0) == (steps > 128 + 8)

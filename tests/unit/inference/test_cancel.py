@@ -11,7 +11,7 @@ from megatron_rl.inference import rollout_engine as rollout_engine_module
 from megatron_rl.inference import staged
 from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.engine import Engine, EngineOptions
-from megatron_rl.inference.kv_cache import shared_out
+from megatron_rl.inference.kv_cache import split_options
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceStatus
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
@@ -131,13 +131,13 @@ def test_where_ranks_share_experts(policy: PolicyModel, monkeypatch: pytest.Monk
 
 def test_a_lane_amid_its_step(policy: PolicyModel, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lanes of one stage, which needs no messages where a burst is one step."""
-    monkeypatch.setattr(staged, "shared_out", lambda policy, options, _: shared_out(policy, options, 2))
+    monkeypatch.setattr(staged, "split_options", lambda policy, options, _: split_options(policy, options, 2))
     wanted = as_calls(ragged_requests(10, longest_prompt=20, max_new_tokens=20))
     whole = answers(policy, rollout_engine(policy, stop_ids=()), wanted)
     options = EngineOptions(8, 48, steps_per_host_read=1, prefill_token_budget=9)
     engine = staged.StagedEngine(policy, options, (), letters, replace(one_rank, ring=(one_rank.pipeline_group,) * 2))
     under_way, cancel = [], engine.cancel
-    engine.cancel = lambda calls: (under_way.append([lane.is_under_way for lane in engine.lanes]), cancel(calls))
+    engine.cancel = lambda calls: (under_way.append([lane.is_paused for lane in engine.lanes]), cancel(calls))
     kept = answers(policy, engine, wanted, cancelled=(0, 3, 7, 8, 1))
     assert {call: answer.token_ids for call, answer in kept.items()} == {n: whole[n].token_ids for n in (2, 4, 5, 6, 9)}
     assert [True, False] in under_way and [False, True] in under_way

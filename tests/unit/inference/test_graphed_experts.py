@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.inference.engine import EngineOptions, GraphOptions
-from megatron_rl.inference.graphs import DecodeGraphs, graphs_of, possible_graphs
+from megatron_rl.inference.graphs import DecodeGraphs, build_graphs, possible_graphs
 from megatron_rl.types import Completion, Hints
 from tests.support.generation import generate, largest_gap, ragged_requests, rollout_engine, tokens
 from tests.support.quantized import disturb, linears_of
@@ -35,7 +35,7 @@ def test_grouped_experts_have_graphs(recipe: str, one_rank: object, monkeypatch:
     engine, twin = (rollout_engine(policy, records_routing=True) for _ in range(2))
     on_a_gpu(monkeypatch)
     assert possible_graphs(GRAPHS, policy, None) == GRAPHS
-    assert isinstance(graphs_of(engine.runner, policy, GRAPHS.graphs), DecodeGraphs)
+    assert isinstance(build_graphs(engine.runner, policy, GRAPHS.graphs), DecodeGraphs)
     recorder = taped(engine, policy, key_lengths=(48,))  # how far a burst reaches depends on who ends when
     wanted = [dataclasses.replace(one, hints=Hints(wants_routing=True)) for one in requests_of_a_step()]
     linears = linears_of(policy, recipe)

@@ -17,7 +17,7 @@ from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models.attention.backend import DeviceFacts
 from megatron_rl.models.attention.selection import choose
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
-from megatron_rl.quantization.audit import observed
+from megatron_rl.quantization.audit import observe_linears
 from megatron_rl.run import generation
 from tests.support.generation import generate, largest_gap, ragged_requests, request, rollout_engine, tokens
 from tests.support.tape import TapeRecorder, taped
@@ -184,7 +184,7 @@ def test_observed_layers_run_eager(policy: PolicyModel, caplog: pytest.LogCaptur
     wanted = ragged_requests(4, max_new_tokens=10)
     engine = rollout_engine(policy)
     recorder = taped(engine, policy)
-    with caplog.at_level(logging.INFO), observed(policy.gpt, channels=True) as seen:
+    with caplog.at_level(logging.INFO), observe_linears(policy.gpt, channels=True) as seen:
         generate(policy, engine, wanted)
     assert recorder.recorded == 0
     assert all(one.calls > engine.statistics.decode_steps for one in seen.values())

@@ -12,11 +12,11 @@ from megatron_rl.loop import rl_step
 from megatron_rl.platform import reserved
 from megatron_rl.platform.device import DeviceMemory
 from megatron_rl.platform.groups import ParallelGroups
-from megatron_rl.platform.reserved import reserving
+from megatron_rl.platform.reserved import reserved_memory
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run import base, generation
 from megatron_rl.run.memory.cache import CacheResidency
-from megatron_rl.run.training import book
+from megatron_rl.run.training import record_updates
 from tests.support.generation import generate, largest_gap, rollout_engine, tokens
 from tests.support.quantized import complete, disturb, quantizable_policy
 from tests.support.reserved import DEVICE, HostDriver
@@ -38,7 +38,7 @@ def test_a_cache_that_comes_back_where_it_was_needs_no_recording(one_rank: Paral
     driver = HostDriver()
     device = DeviceMemory(policy.device)
     residency = CacheResidency(
-        engine.cache_tensors, device, 2**60, forget_graphs=engine.forget_graphs, leaving=reserving(driver)
+        engine.cache_tensors, device, 2**60, forget_graphs=engine.forget_graphs, offloadable=reserved_memory(driver)
     )
     wanted = requests_of_a_step()
     eager = generate(policy, twin, wanted)
@@ -65,12 +65,12 @@ def test_copies_that_come_back_where_they_were_need_none(
 ) -> None:
     policy = quantizable_policy(**flags)
     driver = HostDriver()
-    quantization = RolloutQuantization(policy.gpt, recipe, (), lambda _: None, leaving=reserving(driver))
+    quantization = RolloutQuantization(policy.gpt, recipe, (), lambda _: None, offloadable=reserved_memory(driver))
     engine, twin = rollout_engine(policy), rollout_engine(policy)
     recorder = taped(engine, policy, key_lengths=(48,))
     residency = CacheResidency(
         engine.cache_tensors, DeviceMemory(policy.device), 2**60, forget_graphs=engine.forget_graphs,
-        leaving=quantization.leaving,
+        offloadable=quantization.offloadable,
     )  # fmt: skip
     complete(policy, engine, quantization, requests_of_a_step())  # calibrated and audited: eager
     before = complete(policy, engine, quantization, requests_of_a_step())
@@ -90,7 +90,7 @@ def test_copies_that_come_back_where_they_were_need_none(
 
 def test_copies_of_a_recipe_that_is_left_give_their_memory_back(one_rank: ParallelGroups) -> None:
     policy, driver = quantizable_policy(), HostDriver()
-    quantization = RolloutQuantization(policy.gpt, "int8", (), lambda _: None, leaving=reserving(driver))
+    quantization = RolloutQuantization(policy.gpt, "int8", (), lambda _: None, offloadable=reserved_memory(driver))
     kept = quantization.linears.layers[0].weight.codes
     assert quantization.fall_back() is not None
     assert len(driver.library.mapped) == (1 if quantization.is_quantized else 0)
@@ -112,8 +112,8 @@ def test_addresses_stay_where_graphs_on_a_gpu_are_to_stay(
     flags: dict[str, Any], device: torch.device, stay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reserved, "CudaDriver", lambda device: HostDriver())
-    leaving = base.leaving_of(tiny_config(**flags), device)
-    assert leaving([torch.zeros(3)]).keeps_addresses == stay
+    offloadable = base.leaving_of(tiny_config(**flags), device)
+    assert offloadable([torch.zeros(3)]).keeps_addresses == stay
 
 
 SHARDED = {
@@ -129,7 +129,7 @@ def test_a_run_records_in_its_first_steps_alone(
     """Everything leaves for every update, and changes no weight of the run."""
     plain = toy_run(tiny_config(**flags), one_rank)
     driver = HostDriver()
-    monkeypatch.setattr(base, "leaving_of", lambda config, device: reserving(driver))
+    monkeypatch.setattr(base, "leaving_of", lambda config, device: reserved_memory(driver))
     engines: list[RolloutEngine] = []
 
     def build(*given: Any, **options: Any) -> RolloutEngine:
@@ -143,7 +143,7 @@ def test_a_run_records_in_its_first_steps_alone(
     recorded = []
     for step in range(1, 5):
         for run in (plain, kept):
-            book(run, rl_step(run, step))
+            record_updates(run, rl_step(run, step))
         assert kept.phases.cache.is_released
         assert driver.library.mapped == {}
         recorded.append(recorder.recorded)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from megatron_rl.inference.engine import EngineOptions
-from megatron_rl.inference.guides import FOR_EVER, Guide
+from megatron_rl.inference.guides import UNLIMITED, Guide
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.sampler import SamplingTensors, draw, likeliest
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
@@ -70,7 +70,7 @@ def test_biases_by_hand() -> None:
     assert [penalised.holds_until(count) for count in (0, 3)] == [1, 4]
     longer = Guide(Constraints(min_tokens=2), 4, [3])
     assert [longer.bias([0] * count)[3].item() for count in range(3)] == [-INF, -INF, 0.0]
-    assert [longer.holds_until(count) for count in range(3)] == [2, 2, FOR_EVER]
+    assert [longer.holds_until(count) for count in range(3)] == [2, 2, UNLIMITED]
     endless = Guide(Constraints(ignores_end=True), 4, [3, 1])
     assert endless.bias([]).tolist() == [0.0, -INF, 0.0, -INF]
     assert endless.is_constant

@@ -94,7 +94,7 @@ def test_the_host_waits_for_no_copy_between_two_bursts(one_rank: object, backend
     with _Copies() as copies:
         list(runner.prefill(chunks(), SamplingModes()))
         list(runner.decode(6, 48, 2, SamplingModes()))
-        runner.state.idle([1, 3])
+        runner.state.mark_idle([1, 3])
         runner.move([(4, 1), (5, 3)], ((4, 1, 8), (5, 3, 8)))
         if backend == "paged":
             runner.context.cache.set_block_table(array("i", [0]) * runner.context.cache.table.numel())
@@ -141,8 +141,8 @@ class _Stream:
     def record_event(self) -> tuple[_Stream, int]:
         return self, len(self.moments)
 
-    def wait_event(self, moment: tuple[_Stream, int]) -> None:
-        self.moments.append(moment)
+    def wait_event(self, ready: tuple[_Stream, int]) -> None:
+        self.moments.append(ready)
 
 
 class _Cuda:
@@ -196,7 +196,7 @@ def test_cuda_reads_on_a_stream_of_its_own_behind_the_look(monkeypatch: pytest.M
     cuda = _Cuda(monkeypatch)
     state.device = torch.device("cuda")
     outputs = OutputProcessor(state, (), letters)
-    look = outputs.look(sequences)
+    look = outputs.snapshot_flags(sequences)
     state.alive[2] = False  # in a step that was enqueued behind it
     assert cuda.reads == []
     finished = outputs.finish(sequences, look)

@@ -32,7 +32,7 @@ from tests.support.tape import taped
 from tests.support.tiny import DELTA, tiny_config, tiny_policy
 
 PROMPT = (4, 9, 17, 2)
-LATE = {"steps_per_host_read": 6, "steps_not_awaited": 2}
+LATE = {"steps_per_host_read": 6, "overlap_steps": 2}
 
 
 def bursts_of(engine: RolloutEngine) -> list[int]:
@@ -63,7 +63,7 @@ def many() -> list[Request]:
 def test_no_completion_changes(either: PolicyModel, rows: int) -> None:
     plain = generate(either, rollout_engine(either, max_batch_size=rows, block_size=4), many())
     for late in (1, 3, 5):
-        options = {"max_batch_size": rows, "block_size": 4, "steps_per_host_read": 6, "steps_not_awaited": late}
+        options = {"max_batch_size": rows, "block_size": 4, "steps_per_host_read": 6, "overlap_steps": late}
         engine = rollout_engine(either, **options)
         bursts = bursts_of(engine)
         groups = generate(either, engine, many())

@@ -221,7 +221,7 @@ def cache(one_rank: object, request: pytest.FixtureRequest) -> Cache:
     sizes = [LayerCache(2, 3, 3)] * 3, 4, 6
     numbers = torch.float32, torch.device("cpu")
     cache = RowCache(*sizes, *numbers) if request.param == "rows" else PagedCache(*sizes, 2, *numbers)
-    cache.hold_routing(mixture(num_experts=300).layout)
+    cache.allocate_routing(mixture(num_experts=300).layout)
     return cache
 
 

@@ -16,7 +16,7 @@ from megatron_rl.quantization.copies import weight_of
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.registry import RECIPES
 from megatron_rl.run.memory.estimate import estimate
-from megatron_rl.run.training import book
+from megatron_rl.run.training import record_updates
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
@@ -112,7 +112,7 @@ def test_rollouts_follow_every_update(one_rank: ParallelGroups, case: str) -> No
     for step in (1, 2, 3):
         outcome = loop.rl_step(run, step)
         gaps.append(outcome.metrics["training/rollout_logprob_gap_max"])
-        book(run, outcome)
+        record_updates(run, outcome)
         if "actor/kl_loss" in outcome.metrics and "grpo_kl_beta" in CASES[case]:
             assert (outcome.metrics["actor/kl_loss"] > 1e-3) == (step > 1), "the reference is the base"
     run.closing.close()

@@ -38,7 +38,7 @@ def ready(critic: Optimization, groups: ParallelGroups) -> Optimization:
         for name, parameter in critic.policy.named_parameters():
             if name == HEAD:
                 parameter.copy_(torch.linspace(-0.3, 0.4, parameter.numel())[None])
-    critic.start_again()
+    critic.reload_main_parameters()
     return critic
 
 

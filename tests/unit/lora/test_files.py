@@ -99,7 +99,7 @@ def run(
     config = config_of(tmp_path / "base", *LORA, *targets, at=tmp_path / "run")
     policy, start, checkpoints = started(config, one_rank)
     move_b(policy, one_rank, 0.1)
-    start.optimization.start_again()
+    start.optimization.reload_main_parameters()
     train(policy, start)
     return tmp_path / "base", save(config, policy, start, checkpoints, 1), base, policy
 
@@ -126,7 +126,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, one_rank: ParallelGrou
     directory = save(config, policy, start, checkpoints, 1)
     tensors = DistFiles(directory).names
     assert tensors == set(trained_of(policy)), "no weight of the base"
-    start.optimization.schedule.go_to(1)
+    start.optimization.schedule.set_step(1)
     train(policy, start)
     again, resumed, _ = started(config_of(tmp_path / "base", *LORA, *more, "--resume", at=tmp_path / "run"), one_rank)
     assert resumed.saved is not None

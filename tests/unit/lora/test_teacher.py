@@ -41,7 +41,7 @@ def taught(tmp_path: Path, one_rank: ParallelGroups) -> tuple[Path, torch.Tensor
     config = config_of(tmp_path / "base", "--lora-rank", "2", "--lora-alpha", "6", at=tmp_path / "teaching")
     policy, start, checkpoints = started(config, one_rank)
     move_b(policy, one_rank, 0.1, seed=7)
-    start.optimization.start_again()
+    start.optimization.reload_main_parameters()
     (logprobs,) = Scorer(policy, one_rank, 1.0).logprobs([batch_of(VOCABULARY, (20, 12))])
     export_peft(save(config, policy, start, checkpoints, 1), read_model(tmp_path / "base"), tmp_path / "teacher")
     return tmp_path / "teacher", logprobs
@@ -60,7 +60,7 @@ def test_it_scores_as_its_own_model_in_the_policys_memory(
     batch = batch_of(VOCABULARY, (20, 12))
 
     def said() -> torch.Tensor:
-        with teacher.visiting():
+        with teacher.on_device():
             return teacher.scored([batch])[0].teacher_logprobs
 
     torch.testing.assert_close(said(), expected, rtol=0, atol=1e-5)

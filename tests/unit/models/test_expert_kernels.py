@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from megatron.core.transformer.moe.moe_utils import unpermute
 
-from megatron_rl.models.expert_ops import Dispatched, ExpertOps, MovedRows, activated
+from megatron_rl.models.expert_ops import Dispatched, ExpertOps, PermutedRows, activated
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import Packing
 from tests.support.interpreter import INTERPRETED, mend, run_interpreted
@@ -119,9 +119,9 @@ class ExpertChecks:
         wanted = unpermute(rows, token, sums.shape)
         there = [each.to(self.device).requires_grad_() for each in (rows, sums)]
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-        summed = MovedRows.apply(there[0], token.to(self.device), count)
+        summed = PermutedRows.apply(there[0], token.to(self.device), count)
         summed.backward(sums.to(self.device))
-        moved = MovedRows.apply(there[1], token.to(self.device), None)
+        moved = PermutedRows.apply(there[1], token.to(self.device), None)
         moved.backward(rows.to(self.device))
         monkeypatch.undo()
         assert torch.equal(moved.detach().cpu(), sums[token]) and torch.equal(there[0].grad.cpu(), sums[token])

@@ -166,12 +166,12 @@ def test_quantized_rollouts_are_repeated_absorbed(one_rank: ParallelGroups) -> N
 
 def test_a_wrong_absorption_is_seen(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next row of the expansion in place of each, in the check alone: the rollout was right."""
-    case, honest = Absorption(one_rank, bf16=True), block.taken_apart
+    case, honest = Absorption(one_rank, bf16=True), block.effective_operands
 
     def moved(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weight, kept = honest(*given)
         return weight.roll(1, 0), kept
 
-    monkeypatch.setattr(block, "taken_apart", moved)
+    monkeypatch.setattr(block, "effective_operands", moved)
     metrics = case.measured()
     assert metrics["parity/gap_mean"] < 0.05 < 0.5 < metrics["parity/absorption_gap_mean"]

@@ -15,7 +15,7 @@ from megatron_rl.families import Architecture
 from megatron_rl.models.attention.plan import PackedPlan
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.rollout import RolloutForward, RolloutLayer
-from megatron_rl.quantization.audit import observed
+from megatron_rl.quantization.audit import observe_linears
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens
 from tests.support.tiny import MIXED, tiny_config, tiny_policy
 
@@ -69,7 +69,7 @@ def recorded() -> Iterator[Passes]:
 def run(policy: PolicyModel, short: bool, **sampling: object):
     """Completions of a ragged batch, and the logits of every forward pass."""
     with (
-        mock.patch.object(RolloutForward, "is_short", short),
+        mock.patch.object(RolloutForward, "is_local", short),
         mock.patch.object(RolloutLayer, "decode", autospec=True, side_effect=RolloutLayer.decode) as decode,
         recorded() as passes,
     ):
@@ -138,7 +138,7 @@ def test_every_linear_is_still_observed(one_rank: object) -> None:
     """Calibration and audit look at the linears by forward hooks."""
     policy = family("qwen2")
     engine = rollout_engine(policy)
-    with observed(policy.gpt, channels=True) as seen:
+    with observe_linears(policy.gpt, channels=True) as seen:
         generate(policy, engine, ragged_requests(3, max_new_tokens=4))
     assert len(seen) == 4 * policy.config.num_layers
     calls = {observation.calls for observation in seen.values()}

@@ -27,7 +27,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
 
 
 @pytest.mark.parametrize(
-    ("asked", "room", "size", "is_short", "words"),
+    ("asked", "room", "size", "is_local", "words"),
     [
         (None, (100, 0, 0), 20, False, ["20.00 GiB for 10 of 10", "the largest batch", "stays"]),
         (12, (100, 0, 0), 12, False, ["12.00 GiB for 6 of 10", "--inference-dynamic-batching-buffer-size-gb"]),
@@ -42,11 +42,11 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     ],
 )  # fmt: skip
 def test_the_cache_takes_what_fits(
-    asked, room: tuple[int, int, int], size: int, is_short: bool, words: list[str], log
+    asked, room: tuple[int, int, int], size: int, is_local: bool, words: list[str], log
 ) -> None:
     """Ten sequences of 2 GiB each; a tenth of what is there and of what an update takes stays unused."""
     in_bytes = [number * GB for number in room]
-    assert plan_cache(2 * GB, 10, None if asked is None else asked * GB, *in_bytes) == (size * GB, is_short)
+    assert plan_cache(2 * GB, 10, None if asked is None else asked * GB, *in_bytes) == (size * GB, is_local)
     (line,) = log.messages
     for text in words:
         assert text in line

@@ -36,13 +36,13 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory comes back with NaN in it: a CPU's allocator may well return the very bytes that were given up."""
-    take_back = device.take_back
+    restore = device.restore
 
     def with_garbage(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
-        return take_back(storage, size).fill_(255)
+        return restore(storage, size).fill_(255)
 
     for module in (device, holdings):
-        monkeypatch.setattr(module, "take_back", with_garbage)
+        monkeypatch.setattr(module, "restore", with_garbage)
 
 
 class Mover:
@@ -220,9 +220,9 @@ def test_a_return_that_runs_out_of_memory_goes_on_later(
         calls.append(size)
         if len(calls) == 5:
             raise torch.OutOfMemoryError("no more")
-        return device.take_back(storage, size)
+        return device.restore(storage, size)
 
-    monkeypatch.setattr(holdings, "take_back", scarce)
+    monkeypatch.setattr(holdings, "restore", scarce)
     with pytest.raises(torch.OutOfMemoryError):
         mover.come_home()
     mover.come_home()

@@ -16,7 +16,7 @@ from megatron_rl.platform.device import DeviceMemory
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
 from megatron_rl.run.memory.estimate import estimate
 from megatron_rl.run.memory.holdings import size_of
-from megatron_rl.run.training import book
+from megatron_rl.run.training import record_updates
 from tests.support.checkpoints import differences
 from tests.support.quantized import held_bytes
 from tests.support.ranks import run_ranks
@@ -76,7 +76,7 @@ def a_step(run: RLRun, step: int) -> dict[str, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.collector.rollouter, "run", looked_at)
-        book(run, rl_step(run, step))
+        record_updates(run, rl_step(run, step))
     return seen
 
 
@@ -166,7 +166,7 @@ def two_steps(groups: ParallelGroups, flags: dict[str, Any], folder: Path) -> tu
     metrics = []
     for step in (1, 2):
         result = rl_step(run, step)
-        book(run, result)
+        record_updates(run, result)
         metrics.append({name: value for name, value in result.metrics.items() if "timing" not in name})
     run.checkpoints = CheckpointManager(folder, 0, groups)
     run.save(final=True)

@@ -42,7 +42,7 @@ def test_the_mlp_of_a_layer_has_submodules() -> None:
 
 
 def test_latent_attention_is_built_without_transformer_engine() -> None:
-    megatron.let_latent_attention_be_built()
+    megatron.enable_latent_attention()
     assert isinstance(multi_latent_attention.TELinear, type) or not multi_latent_attention.HAVE_TE
 
 
@@ -146,7 +146,7 @@ def test_a_save_of_a_process_that_uses_cuda_forks_nothing(
     def forked() -> int:
         raise AssertionError("a child of this process would lack its pinned memory")
 
-    monkeypatch.setattr(megatron, "must_write_here", lambda: megatron.VERSION < (0, 17))
+    monkeypatch.setattr(megatron, "must_write_in_process", lambda: megatron.VERSION < (0, 17))
     monkeypatch.setattr(os, "fork", forked)
     saved, other = tiny_optimization(seed=1), tiny_optimization(seed=2)
     with megatron.watched_writers(contextlib.nullcontext):
@@ -163,7 +163,7 @@ def test_a_distributed_optimizer_lacks_the_step_counters_of_torchs_adam(
     optimizer_state.make_room(optimization)
     tensors.save_tensors(tmp_path, optimization.policy, optimization)
     if not offered:
-        monkeypatch.setattr(optimizer_state, "step_counters_offered", contextlib.nullcontext)
+        monkeypatch.setattr(optimizer_state, "offer_step_counters", contextlib.nullcontext)
     with contextlib.nullcontext() if offered else pytest.raises(CheckpointError, match="KeyError: 'step'"):
         tensors.load(tmp_path, optimization.policy, optimization)
 
@@ -174,7 +174,7 @@ def test_a_state_with_other_rates_is_loaded(one_rank: object, mended: bool, monk
     for optimization in (saved, other):
         optimizer_state.make_room(optimization)
     if not mended:
-        monkeypatch.setattr(optimizer_state, "groups_known_by_what_they_are", contextlib.nullcontext)
+        monkeypatch.setattr(optimizer_state, "match_groups_by_content", contextlib.nullcontext)
     by_rates = "max_lr" in megatron_optimizer.param_group_identifier_keys
     assert by_rates == (megatron.VERSION >= (0, 17))
     with pytest.raises(ValueError, match="parameter group") if by_rates and not mended else contextlib.nullcontext():
@@ -189,9 +189,9 @@ def test_a_save_is_megatrons_own() -> None:
 def test_a_write_that_returns_its_error_raises_it() -> None:
     full = OSError(28, "No space left on device")
     with pytest.raises(OSError, match="No space left"):
-        megatron.raising(lambda: (0, full))()
-    assert megatron.raising(lambda: (0, ["written"]))() == (0, ["written"])
-    assert megatron.raising(lambda: None)() is None
+        megatron.raise_write_error(lambda: (0, full))()
+    assert megatron.raise_write_error(lambda: (0, ["written"]))() == (0, ["written"])
+    assert megatron.raise_write_error(lambda: None)() is None
 
 
 def test_a_scratch_buffer_made_in_a_rollout_can_be_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_main_parameters_make_the_models_again(one_rank: object) -> None:
     weights = weights_of(optimization.policy)
     for buffer in optimization.wrapped[0].buffers:
         buffer.param_data.fill_(float("nan"))
-    megatron.remake_parameters(optimization.optimizer, optimization.wrapped)
+    megatron.copy_main_parameters(optimization.optimizer, optimization.wrapped)
     assert all_equal(weights, weights_of(optimization.policy))
 
 
@@ -230,7 +230,7 @@ def test_weights_left_as_they_are_are_described_all_the_same(one_rank: object) -
     drawn: list[torch.Tensor] = []
     init_method = drawn.append
     settings = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
-    with megatron.weights_left_as_they_are():
+    with megatron.skip_weight_init():
         found = described()
     assert not drawn
     assert found == described() == [(True, 0, 1), (True, 0, 1), (True, 1, 1)]

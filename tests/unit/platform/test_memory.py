@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.platform import device
-from megatron_rl.platform.device import DeviceMemory, is_out_of_memory, name_of, reason_of
+from megatron_rl.platform.device import DeviceMemory, device_name, is_out_of_memory, reason_of
 
 CPU = torch.device("cpu")
 
@@ -72,8 +72,8 @@ def test_ranks_of_a_gpu_share_what_is_free_and_not_what_each_has_cached(monkeypa
 def test_a_gpu_is_told_by_its_uuid_and_a_cpu_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launcher numbers the GPUs that it sees from 0."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid.UUID(int=7)))
-    assert name_of(torch.device("cuda", 0)) == name_of(torch.device("cuda", 1)) == str(uuid.UUID(int=7))
-    assert name_of(CPU) == socket.gethostname()
+    assert device_name(torch.device("cuda", 0)) == device_name(torch.device("cuda", 1)) == str(uuid.UUID(int=7))
+    assert device_name(CPU) == socket.gethostname()
 
 
 def test_caches_that_the_system_gives_up_are_free(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ def on_rank() -> None:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
 
-    from megatron_rl.platform.megatron import add_up_in_rank_order
+    from megatron_rl.platform.megatron import reduce_in_rank_order
 
     with joined() as (rank, ranks):
         group = dist.group.WORLD
-        add_up_in_rank_order()
-        add_up_in_rank_order()
+        reduce_in_rank_order()
+        reduce_in_rank_order()
         generator = torch.Generator().manual_seed(4)
         parts = [torch.randn(ROWS, 1, HIDDEN, generator=generator).bfloat16() for _ in range(ranks)]
         total = parts[0].float()

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.platform.device import is_out_of_memory
-from megatron_rl.platform.reserved import ALIGNMENT, CudaDriver, Reserved, reserving
+from megatron_rl.platform.reserved import ALIGNMENT, CudaDriver, Reserved, reserved_memory
 from tests.support.reserved import DEVICE, OUT_OF_MEMORY, STEP, HostDriver, HostLibrary
 
 TAKEN = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
@@ -48,7 +48,7 @@ def test_it_comes_back_zeroed_where_it_was(driver: HostDriver) -> None:
         memory.release()
         assert memory.is_released
         assert keys.isnan().all(), "there is nothing to read"
-        memory.take_back()
+        memory.restore()
         assert not memory.is_released
         assert [tensor.data_ptr() for tensor in tensors] == addresses
 
@@ -72,8 +72,8 @@ def test_the_driver_is_called_in_order_and_left_with_nothing(driver: HostDriver)
     for _ in range(2):
         memory.release()
         memory.release()
-        memory.take_back(zeroed=False)
-        memory.take_back()
+        memory.restore(zeroed=False)
+        memory.restore()
     assert tensors[0].isnan().all(), "new memory, which nobody asked to be zeroed"
     assert library.calls == 2 * [*GIVEN, *TAKEN]
     library.calls.clear()
@@ -101,10 +101,10 @@ def test_a_call_that_fails_is_named_and_leaves_nothing_mapped(driver: HostDriver
     memory.release()
     library.failures[name] = [801]
     with pytest.raises(EngineError, match=f"^the CUDA driver's {name} returned 801; leave out --rl-persist-cuda"):
-        memory.take_back()
+        memory.restore()
     assert memory.is_released
     assert library.handles == library.mapped == {}
-    memory.take_back()
+    memory.restore()
     assert keys.tolist() == [0] * 4
 
 
@@ -114,16 +114,16 @@ def test_torch_gives_back_what_it_keeps_before_memory_has_run_out(driver: HostDr
     memory.release()
     library.calls.clear()
     library.failures["cuMemCreate"] = [OUT_OF_MEMORY]
-    memory.take_back()
+    memory.restore()
     assert library.calls == ["cuMemCreate", "empty_cache", *TAKEN]
     memory.release()
     library.failures["cuMemCreate"] = 2 * [OUT_OF_MEMORY]
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory: cuMemCreate returned 2") as refused:
-        memory.take_back()
+        memory.restore()
     assert is_out_of_memory(refused.value)
     assert memory.is_released
     assert library.handles == {}
-    memory.take_back()
+    memory.restore()
     assert keys.tolist() == [0] * 4
 
 
@@ -137,12 +137,12 @@ def test_a_view_that_was_not_given_has_no_memory(driver: HostDriver) -> None:
 
 
 def test_nothing_is_reserved_for_nothing(driver: HostDriver) -> None:
-    memory = reserving(driver)([])
+    memory = reserved_memory(driver)([])
     memory.release()
-    memory.take_back()
+    memory.restore()
     assert (memory.size, memory.is_released) == (0, False)
     assert driver.library.calls == ["cuInit"]
-    assert reserving(driver)([torch.zeros(3)]).keeps_addresses
+    assert reserved_memory(driver)([torch.zeros(3)]).keeps_addresses
 
 
 class _Location(ctypes.Structure):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.platform.device import as_bytes, release, storages_of, take_back
+from megatron_rl.platform.device import as_bytes, release, restore, storages_of
 
 
 def test_each_storage_once_and_none_that_is_excluded() -> None:
@@ -21,6 +21,6 @@ def test_views_and_a_second_round() -> None:
         assert size == 24
         release(storage)
         assert row.untyped_storage().nbytes() == 0
-        take_back(storage, size).copy_(kept)
+        restore(storage, size).copy_(kept)
         assert row.tolist() == [4, 5, 6, 7]
         assert whole[2, 3] == 11

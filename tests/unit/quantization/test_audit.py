@@ -11,7 +11,14 @@ import torch
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models.gpt import PolicyModel, rollout_mode
-from megatron_rl.quantization.audit import FULL_PRECISION, LayerAudit, audit, observed, refuse_other_formats, table_rows
+from megatron_rl.quantization.audit import (
+    FULL_PRECISION,
+    LayerAudit,
+    audit,
+    observe_linears,
+    refuse_other_formats,
+    table_rows,
+)
 from megatron_rl.quantization.copies import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.registry import RECIPES
@@ -51,7 +58,7 @@ def audited(
 ) -> dict[str, LayerAudit]:
     """The audit of a rollout during which ``spoil`` has done something to the model."""
     engine = rollout_engine(policy)
-    with linears.installed(), observed(policy.gpt, channels=False) as seen:
+    with linears.installed(), observe_linears(policy.gpt, channels=False) as seen:
         spoil()
         generate(policy, engine, short_requests())
     return {row.layer: row for row in audit(policy.gpt, linears, seen)}
@@ -134,7 +141,7 @@ def test_a_layer_that_ran_on_a_copy_of_other_weights_is_named(policy: PolicyMode
 def test_layers_that_were_never_called_are_refused(policy: PolicyModel) -> None:
     linears = linears_of(policy)
     called = parallel_linears(policy.gpt)[BROKEN]
-    with linears.installed(), observed(policy.gpt, channels=False) as seen, torch.no_grad():
+    with linears.installed(), observe_linears(policy.gpt, channels=False) as seen, torch.no_grad():
         called(torch.ones(4, 1, called.weight.shape[1]))
     rows = audit(policy.gpt, linears, seen)
     assert [row.ran == "not at all" for row in rows] == [row.layer != BROKEN for row in rows]

@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.platform.megatron import VERSION
-from megatron_rl.quantization.audit import audit, observed
+from megatron_rl.quantization.audit import audit, observe_linears
 from megatron_rl.quantization.copies import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.registry import RECIPES
@@ -77,7 +77,7 @@ class TestExperts:
     def test_an_expert_that_saw_zeros_alone_is_not_judged(self, model: torch.nn.Module, mixture: MoELayer) -> None:
         """They are what ranks without tokens join in with; full precision and quantised give zeros."""
         linears = QuantizedLinears(model, RECIPES.get("int8"))
-        with linears.installed(), observed(model, channels=False) as seen, torch.no_grad():
+        with linears.installed(), observe_linears(model, channels=False) as seen, torch.no_grad():
             mixture(torch.zeros(12, 2, 32))
         rows = audit(model, linears, seen)
         assert len(rows) == 8
@@ -87,7 +87,7 @@ class TestExperts:
         with torch.no_grad():  # everybody to experts 0 and 1
             mixture.router.weight.zero_()
         linears = QuantizedLinears(model, RECIPES.get("int8_smooth"))
-        with observed(model, channels=True) as seen:
+        with observe_linears(model, channels=True) as seen:
             self.forward(mixture)
         unused = [name for name, one in seen.items() if not one.calls]
         linears.calibrate({name: one.channel_amax for name, one in seen.items()})

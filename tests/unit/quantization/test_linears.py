@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.platform.device import take_back
-from megatron_rl.quantization.audit import AUDITED_TOKENS, observed
+from megatron_rl.platform.device import restore
+from megatron_rl.quantization.audit import AUDITED_TOKENS, observe_linears
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.recipe import QuantizedWeight
 from megatron_rl.quantization.shapes import skipped
@@ -241,7 +241,7 @@ class TestFreshness:
         linears = linears_of(quantizable_policy(ffn_hidden_size=40), recipe)
         linears.refresh()
         linears.release()
-        monkeypatch.setattr("megatron_rl.platform.device.take_back", lambda *given: take_back(*given).fill_(1))
+        monkeypatch.setattr("megatron_rl.platform.device.restore", lambda *given: restore(*given).fill_(1))
         linears.refresh()
         padding = 0
         for q in (layer.weight for layer in linears.layers):
@@ -302,16 +302,16 @@ class TestFreshness:
     @pytest.mark.parametrize("given_up", [False, True])
     def test_renewing_names_the_copies_of_other_weights(self, policy: PolicyModel, recipe: str, given_up: bool) -> None:
         linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe))
-        assert linears.renew() == [], "there was nothing to compare"
+        assert linears.refresh_changed() == [], "there was nothing to compare"
         changed = linears.layers[2]
         for factor, names in ((1.0, []), (3.0, [changed.name])):
             changed.parameter.data.mul_(factor)
             if given_up:
                 linears.release()
-            assert linears.renew() == names
+            assert linears.refresh_changed() == names
         linears.weights_changed()
         changed.parameter.data.mul_(3.0)
-        assert linears.renew() == [], "the change was announced"
+        assert linears.refresh_changed() == [], "the change was announced"
 
 
 class TestCalibration:
@@ -335,7 +335,7 @@ class TestCalibration:
 
     def test_observed_channels_are_the_largest_over_all_calls(self, policy: PolicyModel) -> None:
         layer = parallel_linears(policy.gpt)["layers.0.mlp.linear_fc1"]
-        with observed(policy.gpt, channels=True) as seen, torch.no_grad():
+        with observe_linears(policy.gpt, channels=True) as seen, torch.no_grad():
             for x in (torch.full((3, 1, 32), 2.0), torch.full((5, 1, 32), -7.0), torch.zeros(70, 1, 32)):
                 layer(x)
         one = seen["layers.0.mlp.linear_fc1"]

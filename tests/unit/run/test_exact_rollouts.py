@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.run.rl import draws_exactly
+from megatron_rl.run.rl import rollout_is_exact
 from tests.support.tiny import tiny_config
 
 MODE = {"batch_invariant_mode": True, "bf16": True}
@@ -22,4 +22,4 @@ MODE = {"batch_invariant_mode": True, "bf16": True}
     ],
 )
 def test_only_where_both_score_the_same_distribution(flags, device, harnesses, wanted) -> None:
-    assert draws_exactly(tiny_config(**flags), torch.device(device), harnesses) == wanted
+    assert rollout_is_exact(tiny_config(**flags), torch.device(device), harnesses) == wanted

@@ -16,7 +16,7 @@ from megatron_rl.registry import LOSSES
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.update import reduced, update
+from megatron_rl.trainer.update import reduce_sums, update
 from tests.support.samples import gradients_of, make_sample, own_reward, random_samples, rewards_of, tiny_optimization
 from tests.support.tokens import correction
 
@@ -64,7 +64,7 @@ def updated(
     samples = random_samples(5)
     batches = [scored([samples[index] for index in members], samples) for members in layout]
     outcome, sums = update(optimization, batches, scorer.forward, loss_of(scorer, own))
-    metrics = objective_metrics(reduced(sums, one_rank.data_group, optimization.policy.device))
+    metrics = objective_metrics(reduce_sums(sums, one_rank.data_group, optimization.policy.device))
     return gradients_of(optimization), metrics, outcome.grad_norm
 
 

@@ -41,7 +41,7 @@ def one_pass(
     losses = BalanceLosses(tiny_config(**MIXTURE | flags), torch.device("cpu"))
     logits = logits.clone().requires_grad_()
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.argmax(1, keepdim=True), True)
-    loss = losses.during(batch, None).loss(1, logits, chosen, torch.distributed.group.WORLD, scores)
+    loss = losses.new_pass(batch, None).loss(1, logits, chosen, torch.distributed.group.WORLD, scores)
     loss.backward()
     return loss.item(), logits.grad, losses.metrics()
 
@@ -248,4 +248,4 @@ def test_of_several_sequences_of_a_sample_each_has_its_share(
     branched = [replace(first, tokens_elsewhere=1), replace(second, sequence=1, tokens_elsewhere=2)]
     batch = collate([*branched, make_sample([5, 6], sample_id=1)], "cpu")
     losses = BalanceLosses(tiny_config(**MIXTURE | SEQUENCES | {"rl_loss_aggregation": kind}), torch.device("cpu"))
-    torch.testing.assert_close(losses.during(batch, None).weights, torch.tensor(weights))
+    torch.testing.assert_close(losses.new_pass(batch, None).weights, torch.tensor(weights))

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.weights import first_critic
-from megatron_rl.trainer.critic import Critic, ValueScorer, before, value_loss, value_metrics, whitened
+from megatron_rl.trainer.critic import Critic, ValueScorer, before, value_loss, value_metrics, whiten
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.policy import PolicyTrainer, ReferencePolicy
@@ -112,10 +112,10 @@ def test_whitening_is_over_all_batches_of_the_step(one_rank: ParallelGroups) -> 
     """1, 3 and 8, not the masked 99: mean 4, squares 9 + 1 + 16 = 26, std sqrt(13)."""
     first = token_batch([0, 0, 0], [0, 1, 1], advantages=torch.tensor([99.0, 1.0, 3.0]))
     second = token_batch([0], [1], advantages=torch.tensor([8.0]))
-    ((one,), (two,)) = whitened([[first], [second]], one_rank, CPU, 0.0)
+    ((one,), (two,)) = whiten([[first], [second]], one_rank, CPU, 0.0)
     assert one.advantages.tolist() == pytest.approx([0.0, -3 / math.sqrt(13), -1 / math.sqrt(13)])
     assert two.advantages.tolist() == pytest.approx([4 / math.sqrt(13)])
-    ((one,), _) = whitened([[first], [second]], one_rank, CPU, 1.0)
+    ((one,), _) = whiten([[first], [second]], one_rank, CPU, 1.0)
     assert one.advantages[1].item() == pytest.approx(-3 / (math.sqrt(13) + 1))
 
 

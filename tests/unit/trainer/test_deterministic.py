@@ -19,7 +19,7 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.models import gpt
 from megatron_rl.models.attention.backends import sdpa
 from megatron_rl.models.delta_rule import Chunks, DeltaInputs, delta_rule
-from megatron_rl.models.expert_ops import adding_in_order
+from megatron_rl.models.expert_ops import ordered_dispatch
 from megatron_rl.platform import Platform, current_platform
 from megatron_rl.platform.cuda import strict_algorithms
 from megatron_rl.platform.groups import ParallelGroups, initialize, shut_down
@@ -307,7 +307,7 @@ def test_experts_add_up_as_megatrons_dispatcher(dtype: torch.dtype) -> None:
         return [rows, summed, into.grad]
 
     theirs = through(values.clone().requires_grad_())
-    with adding_in_order():
+    with ordered_dispatch():
         ours = through(values.clone().requires_grad_())
     assert (token_dispatcher.permute, token_dispatcher.unpermute) == megatrons
     near = {"rtol": 0, "atol": 0} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}

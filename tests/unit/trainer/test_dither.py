@@ -51,7 +51,7 @@ def test_an_optimizer_that_begins_again_is_dithered_again(one_rank: object):
     weight = optimization.policy.gpt.output_layer.weight
     first = weight.main_param.clone()
     weight.main_param.zero_()
-    optimization.start_again()
+    optimization.reload_main_parameters()
     assert torch.equal(weight.main_param, first)
     assert not torch.equal(first.view(-1), weight.float().view(-1))
 

@@ -20,7 +20,7 @@ from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.teacher import TaughtAdvantage
+from megatron_rl.trainer.teacher import DistillationAdvantage
 from tests.support.samples import random_samples, rewards_of, tiny_optimization
 from tests.support.tiny import SHAPES, tiny_config, tiny_policy
 from tests.unit.trainer.test_policy_loss import PLAIN
@@ -110,10 +110,10 @@ def test_what_reads_them_earlier_has_them(one_rank: ParallelGroups) -> None:
     steps(one_rank, advantage)
     assert all(seen) and len(seen) == 2 * 4
     own = batch_norm.Advantage()
-    taught = TaughtAdvantage(of_rewards=own, weight=1.0, reward_weight=1.0)
+    taught = DistillationAdvantage(of_rewards=own, weight=1.0, reward_weight=1.0)
     optimization = tiny_optimization()
     trainer = PolicyTrainer(optimization, Scorer(optimization.policy, one_rank, 1.0), own, PLAIN, 1, PhaseTimer())
     for name in ADVANTAGES.names():
         made = advantage_of(tiny_config(rl_advantage=name))
-        assert not replace(trainer, advantage=made).may_read_old_logprobs
-    assert replace(trainer, advantage=taught).may_read_old_logprobs
+        assert not replace(trainer, advantage=made).needs_old_logprobs
+    assert replace(trainer, advantage=taught).needs_old_logprobs

@@ -32,7 +32,7 @@ from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objecti
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.update import reduced
+from megatron_rl.trainer.update import reduce_sums
 from tests.support.samples import make_sample, own_reward, rewards_of
 from tests.support.tokens import correction
 
@@ -156,7 +156,7 @@ def test_gradients_of_kl_and_entropy(one_rank: ParallelGroups) -> None:
 
 def test_metrics(one_rank: ParallelGroups) -> None:
     sums = [run(one_rank, OBJECTIVE)[2] for _ in range(2)]
-    metrics = objective_metrics(reduced(sums, one_rank.data_group, torch.device("cpu")))
+    metrics = objective_metrics(reduce_sums(sums, one_rank.data_group, torch.device("cpu")))
     expected = {
         "actor/pg_loss": -0.52 / 3,
         "actor/kl_loss": 0.5 / 3,
@@ -205,7 +205,7 @@ def test_what_an_extension_counts_is_logged_under_its_names(one_rank: ParallelGr
 
     counted = replace(PLAIN, loss=counting, correction=lambda b: (ones_of(b), {"theirs/weight": ones_of(b)}))
     sums = [run(one_rank, counted)[2] for _ in range(2)]
-    metrics = objective_metrics(reduced(sums, one_rank.data_group, torch.device("cpu")))
+    metrics = objective_metrics(reduce_sums(sums, one_rank.data_group, torch.device("cpu")))
     expected = {"mine/doubled": 2.0, "mine/reward_max": 1.0, "mine/sequences": 2 / 3, "theirs/weight": 1.0}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 

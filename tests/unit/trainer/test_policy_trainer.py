@@ -100,7 +100,7 @@ def test_passes_over_the_model(
 def test_what_is_drawn_exactly_is_not_scored_before(one_rank: ParallelGroups, iterations: int, updates: list) -> None:
     """Old log-probs are the rollouts'; the first update's come from its own pass, where the mismatch would show."""
     setup = Setup(one_rank, iterations, advantage=batch_norm.Advantage())
-    setup.trainer = replace(setup.trainer, draws_exactly=True)
+    setup.trainer = replace(setup.trainer, rollout_is_exact=True)
     seen: list[int] = []
     setup.optimization.policy.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     setup.trainer.step(updates, REWARDS)

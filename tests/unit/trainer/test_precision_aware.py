@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.trainer.precision_aware import DTYPES, MOMENTS, MomentFormat, PrecisionAwareAdamW, by_chance
+from megatron_rl.trainer.precision_aware import DTYPES, MOMENTS, MomentFormat, PrecisionAwareAdamW, stochastic_round
 
 FP8, BF16 = DTYPES["fp8"], DTYPES["bf16"]
 
@@ -48,14 +48,14 @@ def test_a_second_moment_is_kept_by_its_root_and_never_vanishes() -> None:
 def test_rounding_by_chance_is_right_on_average(bits: int, smallest: float, low: float, high: float) -> None:
     spread = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 1e-3
     values = low + (high - low) * (0.25 + spread)
-    found = by_chance(values, 7, bits, smallest)
+    found = stochastic_round(values, 7, bits, smallest)
     assert set(found.tolist()) == {low, high}
     assert (found == high).float().mean().item() == pytest.approx(0.25, abs=0.03)
-    assert torch.equal(by_chance(-values, 7, bits, smallest).abs().unique(), found.unique())
-    assert torch.equal(found, by_chance(values, 7, bits, smallest)), "a resumed run must round alike"
-    other = by_chance(values, 8, bits, smallest)
+    assert torch.equal(stochastic_round(-values, 7, bits, smallest).abs().unique(), found.unique())
+    assert torch.equal(found, stochastic_round(values, 7, bits, smallest)), "a resumed run must round alike"
+    other = stochastic_round(values, 8, bits, smallest)
     assert not torch.equal(found, other), "a number that stays must not be rounded alike for ever"
-    assert torch.equal(by_chance(found, 9, bits, smallest), found), "what fits stays"
+    assert torch.equal(stochastic_round(found, 9, bits, smallest), found), "what fits stays"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 0.02), (FP8, 0.06)])

@@ -116,7 +116,7 @@ def test_how_much_an_expert_counts_is_the_trainers_own(
     given = experts.to(dtype)
     given[4] = torch.iinfo(dtype).max  # nobody knows: the router chooses
     experts[4] = logits[4].topk(3).indices
-    with router.router_replay.given(given):
+    with router.router_replay.replaying(given):
         shares, routed = router(hidden)
     expected = logits.softmax(-1).gather(1, experts) if pre_softmax else logits.gather(1, experts).softmax(-1)
     torch.testing.assert_close(shares.gather(1, experts), expected)

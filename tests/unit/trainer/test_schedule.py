@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.run.progress import Progress
-from megatron_rl.run.training import book
+from megatron_rl.run.training import record_updates
 from megatron_rl.trainer.optimizer import Schedule, UpdateOutcome
 from megatron_rl.trainer.update import TrainOutcome
 from tests.support.samples import tiny_optimization
@@ -25,7 +25,7 @@ def rates(count: int, **changes: object) -> list[float]:
     schedule = Schedule(optimizer, config)
     seen = [optimizer.param_groups[0]["lr"]]
     for finished in range(1, count):
-        schedule.go_to(finished)
+        schedule.set_step(finished)
         seen.append(optimizer.param_groups[0]["lr"])
     return seen
 
@@ -99,7 +99,7 @@ def test_all_updates_of_a_step_run_at_its_rate_and_report_it(one_rank: ParallelG
     """Of 4 steps; whatever was applied or skipped before, the rate of the fourth is a quarter of the peak."""
     optimization = tiny_optimization(lr=PEAK, train_iters=4, lr_decay_style="linear")
     assert [optimization.step().learning_rate for _ in range(3)] == pytest.approx([0.8, 0.8, 0.8])
-    optimization.schedule.go_to(finished_steps=3)
+    optimization.schedule.set_step(finished_steps=3)
     assert [optimization.step().learning_rate for _ in range(2)] == pytest.approx([0.2, 0.2])
 
 
@@ -112,7 +112,7 @@ def test_every_finished_step_moves_the_schedule_on_whatever_it_updated(one_rank:
     rates = []
     applied, skipped = UpdateOutcome(True, 1.0, None, PEAK), UpdateOutcome(False, math.nan, None, PEAK)
     for outcomes in ([applied] * 8, [], [skipped]):
-        book(run, TrainOutcome({}, of_policy=outcomes))
+        record_updates(run, TrainOutcome({}, of_policy=outcomes))
         rates.append(optimization.step().learning_rate)
     assert rates == pytest.approx([0.6, 0.4, 0.2])
 

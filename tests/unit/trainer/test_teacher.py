@@ -25,8 +25,8 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.platform.groups import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.teacher import TaughtAdvantage, Teacher
-from megatron_rl.trainer.update import reduced
+from megatron_rl.trainer.teacher import DistillationAdvantage, Teacher
+from megatron_rl.trainer.update import reduce_sums
 from tests.support.hugging_face import write_shape
 from tests.support.samples import own_reward, random_samples
 from tests.support.tiny import tiny_config, tiny_policy
@@ -41,13 +41,13 @@ def taught() -> TokenBatch:
 
 def test_the_teacher_is_part_of_the_advantage_of_each_token() -> None:
     """Rewards 1 and -2, twice; and half of log(teacher / old)."""
-    advantage = TaughtAdvantage(of_rewards=own_reward, weight=0.5, reward_weight=2.0)
+    advantage = DistillationAdvantage(of_rewards=own_reward, weight=0.5, reward_weight=2.0)
     advantages, _ = advantage(taught())
     assert advantages[[1, 2, 4]].tolist() == pytest.approx([2 - LN2 / 2, 2.0, -4 + math.log(1.5) / 2])
 
 
 def test_with_a_single_update_the_student_is_the_engine() -> None:
-    advantage = TaughtAdvantage(of_rewards=own_reward, weight=1.0, reward_weight=0.0)
+    advantage = DistillationAdvantage(of_rewards=own_reward, weight=1.0, reward_weight=0.0)
     advantages, _ = advantage(replace(taught(), old_logprobs=None))
     assert advantages[[1, 2, 4]].tolist() == pytest.approx([0.0, 0.0, LN3])
 
@@ -68,7 +68,7 @@ def test_the_term_has_the_denominator_of_the_policy_loss(one_rank: ParallelGroup
     """Half of A0's ln3^2 / 2, its sequence having two tokens, and B0's; over two sequences."""
     objective = replace(PLAIN, aggregation="sequence-mean", teacher_weight=1.0)
     sums = [run(one_rank, objective, batch=taught())[2]]
-    metrics = objective_metrics(reduced(sums, one_rank.data_group, torch.device("cpu")))
+    metrics = objective_metrics(reduce_sums(sums, one_rank.data_group, torch.device("cpu")))
     assert metrics["teacher/loss"] == pytest.approx(0.75 * LN3**2 / 2, abs=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_descending_the_term_brings_the_student_to_the_teacher(one_rank: Paralle
 
 def test_metrics(one_rank: ParallelGroups) -> None:
     sums = [run(one_rank, replace(PLAIN, teacher_weight=1.0), batch=taught())[2] for _ in range(2)]
-    metrics = objective_metrics(reduced(sums, one_rank.data_group, torch.device("cpu")))
+    metrics = objective_metrics(reduce_sums(sums, one_rank.data_group, torch.device("cpu")))
     assert metrics["teacher/kl"] == pytest.approx((LN2 - math.log(1.5)) / 3, abs=1e-6)
     assert metrics["teacher/logprob"] == pytest.approx(math.log(3 / 32) / 3, abs=1e-6)
     assert metrics["teacher/loss"] == pytest.approx(LN3**2 / 3, abs=1e-6)
@@ -95,7 +95,7 @@ def test_metrics(one_rank: ParallelGroups) -> None:
 def test_a_token_that_the_teacher_cannot_score_leaves_the_denominator(one_rank: ParallelGroups) -> None:
     batch = taught()
     batch.teacher_logprobs[1] = math.nan
-    advantages, _ = TaughtAdvantage(of_rewards=own_reward, weight=1.0, reward_weight=1.0)(batch)
+    advantages, _ = DistillationAdvantage(of_rewards=own_reward, weight=1.0, reward_weight=1.0)(batch)
     total, denominator, sums = run(one_rank, PLAIN, batch=replace(batch, advantages=advantages))
     # What stays is A1 (-1) and B0 at ratio 0.5, whose advantage is -2 + ln1.5: 0.8 (2 - ln1.5).
     assert total.item() == pytest.approx(-1 + 0.8 * (2 - math.log(1.5)), abs=1e-5)
@@ -139,11 +139,11 @@ def test_weights_are_there_while_it_scores_and_the_same_each_time(
     away = size if stays else 0
     for _ in range(2):
         assert sum(storage.nbytes() for storage in teacher.storages) == away
-        with teacher.visiting():
+        with teacher.on_device():
             assert sum(storage.nbytes() for storage in teacher.storages) == size
             (found,) = teacher.scored([batch])
         assert torch.equal(found.teacher_logprobs, expected)
-    with pytest.raises(RuntimeError, match="out of memory"), teacher.visiting():
+    with pytest.raises(RuntimeError, match="out of memory"), teacher.on_device():
         raise RuntimeError("out of memory")
     assert sum(storage.nbytes() for storage in teacher.storages) == away
 

@@ -37,7 +37,7 @@ def decode_attention(bench: Bench) -> Iterator[Row]:
         if backend.cache is None:
             continue
         labels = {"backend": name, "cache": str(stored).removeprefix("torch.")}
-        problem = backend.problem(facts) or backend.cache.unfit(facts, Requirements(dtype, stored, width))
+        problem = backend.problem(facts) or backend.cache.unsupported(facts, Requirements(dtype, stored, width))
         if problem is not None:
             yield {**labels, "skipped": problem}
             continue

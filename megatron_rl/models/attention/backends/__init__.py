@@ -1,1 +1,1 @@
-"""One file a backend, each with a ``BACKEND``; found by its file name, see `selection`."""
+"""One file per backend, which defines ``BACKEND``; found by its file name, see `selection`."""

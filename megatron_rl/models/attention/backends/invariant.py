@@ -1,7 +1,7 @@
-"""Attention with the same bits in rollouts and training (`--batch-invariant-mode`), whatever shares the batch.
+"""Batch-invariant attention: the same bits in rollouts and training (`--batch-invariant-mode`).
 
-Decode steps, extensions and packed batches compute the same sums in the same order (`models/attention/extend.py`).
-Gradients are those of torch's flash kernel, from our output and log-sum-exp. Never chosen automatically.
+Decode, extend and packed batches sum in the same order (`models/attention/extend.py`). Gradients are those of torch's
+flash kernel, from our output and log-sum-exp. Never chosen automatically.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_rl.models.attention.backend import Backend, DeviceFacts, PackedKer
 from megatron_rl.models.attention.backends import triton_paged, varlen
 
 _KNOWN = {"logsumexp", "cum_seq_q", "cum_seq_k", "rng_state", "unused", "window_size_left", "window_size_right"}
-"""Arguments of torch's flash backward pass whose name or meaning differs between torch versions."""
+"""Arguments of torch's flash backward pass that this file passes; they differ between torch versions."""
 _Batch = tuple[torch.Tensor, torch.Tensor, int, int, int | None]
-"""Borders [S + 1] int32 of queries, the last tokens, and of keys; the longest of each; the window."""
+"""Offsets [S + 1] int32 of queries (the last tokens of each sequence) and of keys; the longest of each; the window."""
 
 
 def _whole_sequences(lengths: Sequence[int], cu_seqlens: torch.Tensor, _: Any, window: int | None = None) -> _Batch:
@@ -39,13 +39,13 @@ def _attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Our forward pass and the backward pass of torch's flash kernel."""
+    """Our forward kernel, and the backward pass of torch's flash kernel."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
         from megatron_rl.models.attention.extend import extend
 
-        (query, key, value), sinks, ctx.batch = (each.contiguous() for each in given[:3]), *given[3:]
+        (query, key, value), sinks, ctx.batch = (each.contiguous() for each in args[:3]), *args[3:]
         queries, keys, longest, _, window = ctx.batch
         first = (keys.diff() - queries.diff()).long()
         lse = query.new_empty(query.shape[2], query.shape[0], dtype=torch.float32)
@@ -82,11 +82,11 @@ _PAGED = triton_paged.BACKEND.cache
 BACKEND = Backend(
     "invariant", _problem,
     PackedKernel(
-        _whole_sequences, _attend, varlen.BACKEND.packed.unfit, SpanKernel(_spans, _attend), windows=True, sinks=True
+        _whole_sequences, _attend, varlen.unsupported, SpanKernel(_spans, _attend), windows=True, sinks=True
     ),
-    # Pages are a multiple of the keys that are read at once in a packed batch.
+    # Pages are a multiple of the key block in packed batches.
     replace(
         _PAGED, prepare_decode=functools.partial(_PAGED.prepare_decode, invariant=True), block_multiple=64,
-        prepare_extend=functools.partial(_PAGED.prepare_extend, invariant=True), unfit=varlen.unfit_for_cache,
+        prepare_extend=functools.partial(_PAGED.prepare_extend, invariant=True), unsupported=varlen.cache_unsupported,
     ),
 )  # fmt: skip

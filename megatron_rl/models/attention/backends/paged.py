@@ -1,14 +1,14 @@
-"""Attention over a paged cache in plain torch, on every device: gathers a row's blocks, then the written-out product.
+"""Attention over a paged cache in plain torch, on every device: gathers a row's blocks, then multiplies.
 
-The twin that the kernels over pages are compared with, and the way to run the paged scheduler without a GPU.
-It copies the keys and values it reads, so it is never chosen automatically.
+The reference for the paged kernels, and the way to run the paged scheduler without a GPU. It copies the keys and values
+it reads, so it is never chosen automatically.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_rl.models.attention.backend import Backend, CacheKernel, KVCache, NewTokens, anywhere
+from megatron_rl.models.attention.backend import Backend, CacheKernel, KVCache, NewTokens, no_problem
 from megatron_rl.models.attention.backends.sdpa import CachePlan, plan_decode, plan_extend
 
 
@@ -23,7 +23,7 @@ def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -
 
 
 def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor:
-    """[N, pages that reach key_length] int64."""
+    """Return the block numbers up to ``key_length``, [N, pages] int64."""
     return table[:, : -(-key_length // cache.block_size)].long()
 
 
@@ -33,6 +33,6 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan, *s
 
 
 BACKEND = Backend(
-    "paged", anywhere, None,
+    "paged", no_problem, None,
     CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend, windows=True, sinks=True, latents=True),
 )

@@ -1,11 +1,11 @@
-"""torch's scaled_dot_product_attention, on every device, over rows.
+"""torch's scaled_dot_product_attention, on every device, with a cache of rows.
 
-A packed batch is laid out as padded rows for the product, sequences of similar length together, and packed again
-after it, so the mask is causal per sequence and never T x T over the whole batch.
+A packed batch is padded to rows, grouped by similar length, and packed again afterwards, so the causal mask is per
+sequence, not T x T.
 
-A CPU spells the product out, for the trainer and for the rollout engine alike: its results do not depend on how many
-rows are computed together, so the log-probs of both agree to the bit in fp32, instead of to 2e-5 for the least likely
-tokens of a sharp model (docs/decisions/001).
+On a CPU attention is written out in matrix products, in trainer and rollout engine alike: results do not depend on the
+number of rows, so in fp32 both give identical log-probs, where torch's kernels differ by up to 2e-5
+(docs/decisions/001).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_rl.models.attention.backend import (
     NewTokens,
     PackedKernel,
     SpanKernel,
-    anywhere,
+    no_problem,
 )
 from megatron_rl.models.attention.padded import BUCKET_CELLS, CUDA_BUCKET_CELLS, Buckets, PaddedRows, cheapest_borders
 
 EXPLICIT_LENGTH = 256
-"""Longest row for which the CPU spells the product out; beyond it the flash kernel wins time and memory."""
+"""Longest row for the written-out attention on a CPU; for longer ones the flash kernel is faster and smaller."""
 SINK_WIDTH = 8
-"""By so much heads are wider for torch's kernels where there are attention sinks."""
+"""Extra head width for attention sinks in torch's kernels."""
 QUERIES_AT_ONCE = 512
-"""Of a long span: the mask has as many rows, and keys beyond the last of them are not looked at. Not tuned."""
+"""Queries of a long span per call: limits the mask's rows and skips keys behind the last query. Not tuned."""
 
 
 def packed_attention(
@@ -57,8 +57,8 @@ def padded_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Attend in one bucket: ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``; ``sinks`` [heads].
 
-    A padding cell is a copy of token 0 behind the sequence's end: causality keeps it from every
-    real token, and its own output is never gathered.
+    Padding cells copy token 0 to the end of a row: the causal mask hides them from real tokens, and their own outputs
+    are dropped.
     """
     padded = rows.pad(query), rows.pad(key), rows.pad(value)
     if query.device.type == "cpu" and rows.longest <= EXPLICIT_LENGTH:
@@ -67,14 +67,14 @@ def padded_attention(
         return rows.unpad(_windowed_attention(*padded, window, sinks))
     if sinks is None:
         return rows.unpad(functional.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True))
-    query, key, value = _beside_sinks(*padded, sinks)
+    query, key, value = _with_sink_key(*padded, sinks)
     query = functional.pad(query, (0, 0, 1, 0))  # a token for the sink's key, so that all see what is before them
     output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=1.0)
     return rows.unpad(output[:, :, 1:, :-SINK_WIDTH])
 
 
 def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-    """Return an additive mask [length, length]: -inf where a key is behind the token or out of its window, else 0."""
+    """Return an additive mask [length, length]: -inf for keys behind the token or outside of its window, else 0."""
     hidden = torch.full((length, length), float("-inf"), dtype=dtype)
     return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
@@ -82,7 +82,7 @@ def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> t
 def _windowed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``[B, heads, L, D]`` -> the same: some queries at a time, against no more keys than they see."""
+    """Attend ``[B, heads, L, D]``, some queries at a time against the keys in their windows."""
     parts, end = [], 0
     for part in query.split(QUERIES_AT_ONCE, dim=2):
         start, end = end, end + part.shape[2]
@@ -98,19 +98,19 @@ def _masked(
 ) -> torch.Tensor:
     if sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    query, key, value = _beside_sinks(query, key, value, sinks)
+    query, key, value = _with_sink_key(query, key, value, sinks)
     mask = functional.pad(mask, (1, 0))  # every token sees the sink
     output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, scale=1.0)
     return output[..., :-SINK_WIDTH]
 
 
-def _beside_sinks(
+def _with_sink_key(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make ``sinks`` [heads] a key of value 0 before the others, as torch's kernels know none; scores are scaled.
+    """Turn ``sinks`` [heads] into a first key with value 0, which torch's kernels support; scores become unscaled.
 
-    Queries and keys get one more number, of a query its head's sink, of the first key 1, of the others 0. Kernels on
-    CUDA want heads of a multiple of eight, so it is eight numbers, seven of them 0.
+    Queries and keys get an extra dimension: the head's sink in queries, 1 in the sink's key, 0 in other keys. CUDA
+    kernels need widths in multiples of eight, so seven zeros are added too.
     """
     rows, heads, length, width = query.shape
     own = functional.pad(sinks.to(query.dtype)[:, None], (0, SINK_WIDTH - 1))
@@ -124,19 +124,19 @@ def _beside_sinks(
 def attend_one_token(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attend with one new token a row -> ``[N, 1, query_heads * E]``.
+    """Attend with one new token per row -> ``[N, 1, query_heads * E]``.
 
     ``query`` [N, 1, query_heads, D]; ``key`` [N, groups, K, D], ``value`` the same with E; ``mask`` [N, 1, 1, K]
-    additive; ``sinks`` [query_heads]. Query heads of a group are folded into the query length, so the cache is read
-    once a group and never expanded. Not differentiable.
+    additive; ``sinks`` [query_heads]. The query heads of a group become rows of one product, so the cache is read
+    once per group and not expanded. Not differentiable.
     """
     rows, _, heads, width = query.shape
     groups, keys = key.shape[1:3]
     share = heads // groups
-    # The idle rows that keep the arithmetic are zeros; the scale is multiplied in as the others are written.
+    # Zero rows pad the product to a size with the same rounding; the scale is applied while the others are written.
     folded = query.new_zeros(rows, groups, max(share, FEWEST_ROWS if query.device.type == "cpu" else 1), width)
     torch.mul(query.reshape(rows, groups, share, width), width**-0.5, out=folded[:, :, :share])
-    # As `attend_heads`, spelt with bmm: of its views and expansions nothing is needed here.
+    # Like `attend_heads`, with bmm: its views and expansions are not needed here.
     scores = torch.bmm(folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     each = scores.view(rows, groups, -1, keys).add_(mask)
     if sinks is None:
@@ -151,7 +151,7 @@ def attend_one_token(
 def attend_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute ``softmax(query key^T / sqrt(D) + mask) value`` in fp32, differentiable: several tokens a row.
+    """Compute ``softmax(query key^T / sqrt(D) + mask) value`` in fp32, differentiable: several tokens per row.
 
     ``query`` [B, heads, L, D], ``key`` [B, groups, K, D], ``value`` [B, groups, K, E], ``mask`` [L, K] or [B, 1, L, K]
     additive, ``sinks`` [heads] -> ``[B, heads, L, E]``.
@@ -171,31 +171,31 @@ def attend_heads(
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of ``scores`` [B, groups, R, K] and the ``sinks`` [groups, R, 1] beside them, whose shares nobody gets.
+    """Softmax of ``scores`` [B, groups, R, K] with ``sinks`` [groups, R, 1], whose weights are dropped.
 
-    They come first: behind the keys, how many are hidden would change the order of the sum, and so its last bits.
+    Sinks come first: behind the keys, the number of masked keys would change the summation order and the last bits.
     """
     own = sinks.float().expand(len(scores), *sinks.shape)
     return torch.cat((own, scores.float()), -1).softmax(-1)[..., 1:].to(dtype)
 
 
 def hide_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-    """Return an additive mask [N, keys]: -inf where a key is behind a token at ``positions`` [N] or unseen by it."""
+    """Return an additive mask [N, keys]: -inf for keys behind ``positions`` [N] or outside of the window."""
     columns = torch.arange(keys, device=positions.device)
     mask = torch.zeros(positions.shape[0], keys, dtype=dtype, device=positions.device)
     mask.masked_fill_(columns > positions[:, None], float("-inf"))
     if window is not None:
-        # Idle rows may lie beyond all keys. If none were left to them, the cache would get NaN, which a mask keeps.
+        # Idle rows may be beyond all keys. With every key masked they would write NaN to the cache, which masks keep.
         mask.masked_fill_(columns <= positions.clamp_max(keys - 1)[:, None] - window, float("-inf"))
     return mask
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """One new token a row, or with ``rows`` several."""
+    """One new token per row, or several with ``rows``."""
 
     where: Any
-    """What says which part of the cache is read."""
+    """Row count (decode), row indices (extend), or pages [N, pages]."""
     mask: torch.Tensor
     """[N, 1, 1 or longest, keys], 0 or -inf."""
     rows: PaddedRows | None = None
@@ -203,7 +203,7 @@ class CachePlan:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend with ``query`` [T, 1, heads, D] to what was read, [N, groups, keys, D]."""
+        """Attend with ``query`` [T, 1, heads, D] to the cached keys and values, [N, groups, keys, D]."""
         if self.rows is None:
             return attend_one_token(query, keys, values, self.mask, sinks)
         return self.rows.unpad(attend_heads(self.rows.pad(query), keys, values, self.mask, sinks))
@@ -212,12 +212,12 @@ class CachePlan:
 def plan_decode(
     where: Any, positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
 ) -> CachePlan:
-    """Plan for new tokens at ``positions`` [N], each of which sees keys up to its own, the last ``window`` at most."""
+    """Plan one new token per row at ``positions`` [N]: it sees the keys up to its own, or the last ``window``."""
     return CachePlan(where, hide_keys(positions, keys, dtype, window)[:, None, None])
 
 
 def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None) -> CachePlan:
-    """Plan the same for several tokens a sequence."""
+    """Plan several new tokens per sequence, like `plan_decode`."""
     rows = PaddedRows.build(new.lengths, new.cu_seqlens)
     mask = hide_keys(new.position_ids.index_select(0, rows.gather), keys, dtype, window)
     return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
@@ -225,16 +225,16 @@ def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype, windo
 
 @dataclass(frozen=True)
 class _Spans:
-    """Neighbouring spans of a context-parallel rank that are computed together."""
+    """Consecutive spans that are computed together."""
 
     queries: int
     """Tokens."""
     keys: int
     padded: CachePlan | None = None
-    """Of short ones; None: a single long one."""
+    """For short spans; None: a single long one."""
     key_rows: PaddedRows | None = None
     mask: torch.Tensor | None = None
-    """Of a long one: fp32, 0 or -inf, for the last queries and keys there are in any span."""
+    """For a long span: fp32, 0 or -inf, for the last queries and keys of any span."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
@@ -252,7 +252,7 @@ class _Spans:
 
 
 def prepare_spans(share: Share, window: int | None = None) -> list[_Spans]:
-    """Group long spans one by one, short ones of similar length together, padded."""
+    """Group the spans: each long one alone, short ones of similar length padded together."""
     device, spans = share.keys.device, list(zip(share.query_lengths, share.key_lengths, strict=True))
     longest = max(share.key_lengths)
     height = min(QUERIES_AT_ONCE, max(share.query_lengths))
@@ -270,17 +270,14 @@ def prepare_spans(share: Share, window: int | None = None) -> list[_Spans]:
 
 
 def _short_spans(queries: Sequence[int], keys: Sequence[int], device: torch.device, window: int | None) -> _Spans:
-    rows, key_rows = (_rows_of(lengths, device) for lengths in (queries, keys))
+    offsets = ([0, *itertools.accumulate(lengths)] for lengths in (queries, keys))
+    borders = (torch.tensor(each, dtype=torch.int32, device=device) for each in offsets)
+    rows, key_rows = map(PaddedRows.build, (queries, keys), borders)
     seen_by_first = torch.tensor([key - query for query, key in zip(queries, keys, strict=True)], device=device)
     positions = seen_by_first[:, None] + torch.arange(rows.longest, device=device)
     mask = hide_keys(positions.view(-1), key_rows.longest, torch.float32, window)
     mask = mask.view(rows.count, 1, rows.longest, key_rows.longest)
     return _Spans(sum(queries), sum(keys), CachePlan(None, mask, rows), key_rows)
-
-
-def _rows_of(lengths: Sequence[int], device: torch.device) -> PaddedRows:
-    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    return PaddedRows.build(lengths, borders)
 
 
 def attend_spans(
@@ -301,7 +298,7 @@ def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -
 
 
 def _prepare_steps(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
-    """One mask for all steps: each uncovers one key more. Idle rows may lie beyond all keys; nobody reads theirs."""
+    """Yield plans from one mask, in which each step reveals one more key; idle rows may be beyond all keys."""
     steps, longest = positions.shape[0], cache.max_length
     last_length = min(key_length + steps - 1, longest)
     whole = plan_decode(positions.shape[1], positions[0], last_length, cache.dtype)
@@ -312,7 +309,7 @@ def _prepare_steps(cache: KVCache, positions: torch.Tensor, key_length: int) -> 
 
 
 def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan, *sinks: torch.Tensor) -> torch.Tensor:
-    """Of the first rows the cache is read in its place, of any rows a copy."""
+    """Attend to views of the first rows, or to copies of selected rows."""
     length = plan.mask.shape[-1]
     keys, values = cache.keys[layer].narrow(2, 0, length), cache.values[layer].narrow(2, 0, length)
     if plan.rows is None:
@@ -324,7 +321,7 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan, *s
 
 BACKEND = Backend(
     name="sdpa",
-    problem=anywhere,
+    problem=no_problem,
     packed=PackedKernel(
         Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans),
         windows=True, sinks=True, latents=True,

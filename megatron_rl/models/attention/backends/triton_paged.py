@@ -1,4 +1,4 @@
-"""Our Triton kernels over a paged cache; codes of an fp8 cache are read as they are."""
+"""Our Triton kernels over a paged cache; E4M3 codes are read directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WIDEST_HEAD = 256
 WIDEST_FP32_HEAD = 64
-"""Tiles of fp32 numbers do not fit: heads of 128 spill thousands of loads, of 256 are over the shared memory."""
+"""In fp32, heads of 128 spill thousands of loads, and heads of 256 exceed the shared memory."""
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -40,7 +40,7 @@ def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits, *sink
 def _prepare_extend(
     cache: KVCache, new: NewTokens, window: int | None = None, invariant: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return `extend.extend` with all its arguments but the layer's."""
+    """Return `extend.extend` with the arguments that all layers share."""
     from megatron_rl.models.attention.extend import extend
 
     return functools.partial(
@@ -58,12 +58,12 @@ def _extend(
 
 
 def _problem(device: DeviceFacts) -> str | None:
-    """Triton's interpreter, switched on before Triton's import, runs them on a CPU, for tests."""
+    """On a CPU only Triton's interpreter runs them, for tests (TRITON_INTERPRET=1 before Triton's import)."""
     runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     return None if runs else "needs a CUDA device"
 
 
-def _unfit(device: DeviceFacts, needed: Requirements) -> str | None:
+def _unsupported(device: DeviceFacts, needed: Requirements) -> str | None:
     width = needed.head_width
     if width > WIDEST_HEAD:
         return f"takes heads of up to {WIDEST_HEAD} numbers, not of {width}"
@@ -80,7 +80,7 @@ BACKEND = Backend(
     packed=None,
     cache=CacheKernel(
         "blocks", _prepare_decode, _decode, _prepare_extend, _extend, block_multiple=16, needs_key_length=False,
-        unfit=_unfit, windows=True, sinks=True,
+        unsupported=_unsupported, windows=True, sinks=True,
     ),
     cache_rank=3,
 )

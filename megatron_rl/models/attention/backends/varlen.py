@@ -1,4 +1,4 @@
-"""torch's flash kernel for sequences laid end to end; over a KV cache in pages, too, from torch 2.13 on."""
+"""torch's flash kernel for concatenated sequences; from torch 2.13 on also for a paged KV cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron_rl.models.attention.backend import (
 )
 
 _PAGES = 256
-"""It takes pages of a multiple of it."""
+"""Block sizes must be a multiple."""
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The kernel with all its arguments but query, keys and values."""
+"""The kernel with all arguments except query, keys and values."""
 
 
 @functools.cache
 def kernel() -> Callable[..., torch.Tensor]:
-    """Return torch's kernel, told that there may be fewer key heads than query heads. Importing it takes seconds."""
+    """Return torch's kernel for grouped key heads. Imported on first use, which takes seconds."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -38,18 +38,18 @@ def kernel() -> Callable[..., torch.Tensor]:
 
 
 def backend(has_pages: bool) -> Backend:
-    """Describe the backend of this torch, whose kernel may take no table of pages: then the cache is another's."""
+    """Return the backend. Kernels of older torch versions take no block table: then it has no cache kernel."""
     cache = CacheKernel(
         "blocks", _prepare_decode, _attend_cached, _prepare_extend, _attend_cached, block_multiple=_PAGES,
-        needs_key_length=False, unfit=unfit_for_cache, windows=True,
+        needs_key_length=False, unsupported=cache_unsupported, windows=True,
     )  # fmt: skip
-    packed = PackedKernel(_whole_sequences, _attend, _unfit, SpanKernel(_spans, _attend), windows=True)
+    packed = PackedKernel(_whole_sequences, _attend, unsupported, SpanKernel(_spans, _attend), windows=True)
     return Backend("varlen", _problem, packed, cache if has_pages else None, 2, 2)
 
 
-def _call(window: int | None, **given: Any) -> Call:
+def _call(window: int | None, **arguments: Any) -> Call:
     seen = (-1 if window is None else window - 1, 0)  # keys before the token, -1 for all, and behind it
-    return functools.partial(kernel(), window_size=seen, **given)
+    return functools.partial(kernel(), window_size=seen, **arguments)
 
 
 def _whole_sequences(
@@ -60,7 +60,7 @@ def _whole_sequences(
 
 
 def _spans(share: Share, window: int | None = None) -> Call:
-    """Each has the end of its keys in sight: the kernel aligns the causal mask there, at the lower right."""
+    """Prepare spans: the kernel aligns the causal mask at the end of each span's keys (lower right)."""
     return _call(
         window, cu_seq_q=share.query_borders, cu_seq_k=share.key_borders,
         max_q=max(share.query_lengths), max_k=max(share.key_lengths),
@@ -81,14 +81,14 @@ def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -
 
 
 def _pages(cache: KVCache, table: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
-    """One split: how keys are cut would otherwise depend on the batch."""
+    """Return the arguments for a paged cache, with one split: otherwise the split would depend on the batch."""
     longest = table.shape[1] * cache.block_size
     return {"cu_seq_k": None, "max_k": longest, "seqused_k": lengths, "block_table": table, "num_splits": 1}
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    # squeeze: the gradient of an index would be copied into a tensor of zeros. The gradient of queries is a sum by
-    # atomics, and one in a fixed order in torch's strict mode, as aten's `_flash_attention_backward` asks for that.
+    # squeeze: the gradient of an index is copied into a zero tensor. Query gradients are summed by atomics, except in
+    # torch's deterministic mode.
     return call(query.squeeze(1), key.squeeze(1), value.squeeze(1)).flatten(1)[:, None]
 
 
@@ -104,7 +104,7 @@ def _problem(device: DeviceFacts) -> str | None:
     return None
 
 
-def _unfit(device: DeviceFacts, needed: Requirements) -> str | None:
+def unsupported(device: DeviceFacts, needed: Requirements) -> str | None:
     width = needed.head_width
     if width > 256 or width % 8:
         return f"takes heads of up to 256 numbers in multiples of 8, not of {width}"
@@ -113,11 +113,11 @@ def _unfit(device: DeviceFacts, needed: Requirements) -> str | None:
     return None
 
 
-def unfit_for_cache(device: DeviceFacts, needed: Requirements) -> str | None:
-    """See `CacheKernel.unfit`."""
+def cache_unsupported(device: DeviceFacts, needed: Requirements) -> str | None:
+    """See `CacheKernel.unsupported`."""
     if needed.cache_dtype != needed.dtype:
         return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
-    return _unfit(device, needed)
+    return unsupported(device, needed)
 
 
 BACKEND = backend(has_pages=torch.__version__ >= (2, 13))
