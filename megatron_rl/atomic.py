@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_rl.errors import CheckpointError
@@ -145,3 +146,19 @@ def _check(output: Path, temporary: Path, replaced: Path, source: Path, overwrit
         raise CheckpointError(f"output {output} holds no model (no config.json), so --overwrite leaves it alone")
     if temporary.exists() and not overwrite:
         raise CheckpointError(f"{temporary} is there: another conversion runs or was killed; remove it, or --overwrite")
+
+
+def cache_home() -> Path:
+    """Return the directory of what is converted once: ``$HF_HOME/megatron-rl``."""
+    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "megatron-rl"
+
+
+def once(target: Path, write: Callable[[], object]) -> Path:
+    """Return the directory ``target``; the first process ``write``s it, by `whole_directory`, and others wait."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(target.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            remove(target.with_name(target.name + TEMPORARY))  # of a process that was killed
+            write()
+    return target

@@ -190,6 +190,7 @@ def _run(
         raise ConfigError(every_problem(config, problems, int(os.environ.get("WORLD_SIZE", "1"))))
     import torch
 
+    from megatron_rl.checkpoint.layout import convert_ahead
     from megatron_rl.platform import current_platform
     from megatron_rl.platform.collectives import broadcast_json
     from megatron_rl.platform.groups import initialize, shut_down
@@ -201,6 +202,7 @@ def _run(
         for name in (config.checkpoint.load_hf, config.teacher.rl_teacher_load_hf, config.critic.rl_critic_load_hf):
             if name is not None:  # before the process groups: their timeout may be shorter than a download
                 model_directory(name, weights=True)
+        convert_ahead(config.checkpoint.load, config.checkpoint.pretrained_checkpoint)
     except ConfigError as error:  # a full disk or a lost connection is of one machine
         return refuse(error.problems, rank, alone=rank != 0)
     groups = initialize(config.parallel, platform, config.kernels)

@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,8 +66,9 @@ class _Block:
 
 
 class DistFiles:
-    """What a torch_dist directory holds: weights by their names in the whole model, see `StoredWeights`, and all else
-    by its name in the files. Nothing in it can run code, see `pickled`.
+    """A torch_dist directory: weights by their names in the whole model, all else by its name in the files.
+
+    Nothing in it can run code, see `pickled`.
 
     Raises:
         CheckpointError: ``.metadata`` cannot be read, or a file that it names is absent or too short.
@@ -225,8 +226,6 @@ def write_parameters(
     directory: Path, layout: ModelLayout, dtype: torch.dtype, make: Callable[[Parameter], torch.Tensor]
 ) -> None:
     """Write the files of a whole model (``tensor_size`` 1), whose parameters ``make`` gives when their turn comes."""
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
     model, items = layout.architecture, []
     are_alike = len({kind.mlp for kind in model.kinds}) == 1 and not any(kind.mixer == "delta" for kind in model.kinds)
     linears = {f"decoder.{linear.name}.weight" for linear in layout.linears}
@@ -263,7 +262,14 @@ def write_parameters(
     # Of torch's ``SavePlanner`` writing asks for this alone: the numbers of an item, when their turn comes.
     results: Any = writer.write_data(plan, SimpleNamespace(resolve_data=data)).wait()
     writer.finish(Metadata(described), [results])
-    torch.save({}, directory / _COMMON)  # megatron's own writer of it wants a process group
+    write_common(directory, {})
+
+
+def write_common(directory: Path, common: Mapping[str, Any]) -> None:
+    """Write what stands beside the tensors; megatron's own writer of it wants a process group."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    torch.save(dict(common), directory / _COMMON)
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 

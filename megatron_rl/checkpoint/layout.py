@@ -6,6 +6,7 @@ kill at any moment leaves the previous checkpoint as it was.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_atomic
 from megatron_rl.checkpoint.foreign import RELEASE, check_files, is_foreign
+from megatron_rl.checkpoint.torch_format import converted, first_file
 from megatron_rl.errors import CheckpointError
 from megatron_rl.user_files import read_json, read_text
 
@@ -80,6 +82,17 @@ def _entries(root: Path) -> list[Path]:
     if _STEP_NAME.fullmatch(root.name) and root.exists():
         return [root]
     return step_entries(root) or step_entries(root / "checkpoints")
+
+
+def convert_ahead(*paths: str | None) -> None:
+    """Convert checkpoints of Megatron-LM's format torch while no process group waits, which would time out.
+
+    What is wrong with one is reported where it is looked at.
+    """
+    for path in filter(None, paths):
+        if any(map(first_file, _entries(Path(path)))):
+            with contextlib.suppress(CheckpointError):
+                converted(find_checkpoint(path))
 
 
 def find_checkpoint(path: str | Path, contents: bool = True) -> Path:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
+from megatron_rl.config.megatron_args import Emptied
 from megatron_rl.errors import CheckpointError, one_line
 from megatron_rl.user_files import open_file
 
@@ -41,15 +42,6 @@ _DESCRIBING = {
     filesystem: ("_StorageInfo", "_StoragePrefix"),
 }  # fmt: skip
 """What a ``.metadata`` file consists of, besides sizes and number formats."""
-
-
-class _Nothing:
-    """Stands where a file has an object of another library; keeps nothing of it."""
-
-    def __init__(self, *values: object) -> None:
-        """Passes over what it is made of, and what it would hold."""
-
-    __setstate__ = __init__
 
 
 def read(source: Path | io.BytesIO, mapped: bool = True, what: str = "") -> Any:
@@ -94,7 +86,7 @@ def _only_ours_allowed(source: Path | io.BytesIO) -> Iterator[None]:
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(source)  # by name alone, nothing is imported
         passed_over = [*_PASSED_OVER, *(name for name in named if name.startswith("megatron."))]
-        torch.serialization.add_safe_globals([argparse.Namespace, *((_Nothing, name) for name in passed_over)])
+        torch.serialization.add_safe_globals([argparse.Namespace, *((Emptied, name) for name in passed_over)])
         if isinstance(source, io.BytesIO):
             source.seek(0)  # the look at its names has read it
         yield

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.foreign import ONLY_BUILT, is_foreign, read_args, unbuilt
+from megatron_rl.checkpoint.foreign import args_of, is_foreign, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
 from megatron_rl.config.model_directory import FILE_NAME
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, model_directory
-from megatron_rl.families.architecture import YARN, expert_layers, layer_pattern
+from megatron_rl.families.architecture import expert_layers, layer_pattern
 from megatron_rl.user_files import read_json
 
 if TYPE_CHECKING:
@@ -29,20 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std", "rl_mla_absorb"}
 _ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) if field.name not in _FREE)
-_COUNTED_WITH = {
-    "group_query_attention": {"num_query_groups"},
-    "use_rope_scaling": {"rope_scaling_factor"},
-    "num_experts": {
-        "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq",
-        "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor",
-        "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_gate",
-    },
-    "linear_attention_freq": {name for name in _ARCHITECTURE if name.startswith("linear_") and "freq" not in name},
-}
-_OF_LATENTS = {
-    "rope_type", *YARN, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-}  # fmt: skip
 _FOREIGN = "Megatron-LM's"
 FORMAT_VERSION = 1  # raised when code of an earlier version would misread the file; old files have none
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
@@ -211,31 +197,14 @@ def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _foreign_state(directory: Path) -> RunState:
-    args = read_args(directory)
-    # Its YaRN has flags of other names; these are of latent attention. A window is a pair. `unbuilt` names both.
-    known = {name: args[name] for name in _ARCHITECTURE if name in args and name not in _OF_LATENTS}
-    architecture = {name: value for name, value in known.items() if ONLY_BUILT.get(name, value) == value}
-    for switch, names in _COUNTED_WITH.items():
-        if not args.get(switch):  # Megatron has defaults for them that mean nothing then
-            architecture = {name: value for name, value in architecture.items() if name not in names}
-    if args.get("num_experts"):
-        architecture["moe_layer_freq"] = _pattern_of(args)
-        if architecture["moe_layer_freq"] == "1":  # no layer has the dense width
-            architecture.pop("ffn_hidden_size", None)
+    args = args_of(directory)  # the model's flags are compared where they are read, see `config.megatron_args`
     return RunState(
         step=0,
-        model=ModelFacts(architecture, padded_vocab_size=args.get("padded_vocab_size") or 0),
+        model=ModelFacts(padded_vocab_size=args.get("padded_vocab_size") or 0),
         mode=_FOREIGN,
         has_optimizer=False,
         origin=_origin_of(args),
     )
-
-
-def _pattern_of(args: Mapping[str, Any]) -> str:
-    """Megatron-LM keeps a number, or a list with a 0 or 1 for each layer."""
-    given = args.get("moe_layer_freq", 1)
-    layers = map(bool, given) if isinstance(given, list) else expert_layers(str(given), args.get("num_layers") or 1)
-    return layer_pattern([*layers])
 
 
 def _origin_of(args: Mapping[str, Any]) -> StartingWeights | None:
@@ -268,7 +237,7 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
     problems += adapter_problems(config, directory, state)
     if is_foreign(directory) and config.has_shape:
         problems = [*unbuilt(directory), *problems]
-        if not problems:  # flags agree, or it has none: names and shapes decide
+        if not problems:
             tokens = vocab_size or 1
             problems += misfits(directory, open_weights(directory), config.architecture(tokens), tokens)
     if vocab_size is not None and state.model.vocab_size not in (0, vocab_size):

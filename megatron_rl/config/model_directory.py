@@ -14,6 +14,7 @@ from megatron_rl.config.megatron_args import model_flags
 from megatron_rl.config.rl_config import all_flags, section_classes
 from megatron_rl.errors import Problem, collecting
 from megatron_rl.families import read_model
+from megatron_rl.families.architecture import YARN
 from megatron_rl.families.peft import settings_of
 from megatron_rl.user_files import read_json
 
@@ -26,10 +27,17 @@ _SHAPE = ("hidden_size", "num_attention_heads", "num_layers", "tokenizer_model")
 """Flags without a default that a directory may replace."""
 _WITH_GROUPS = {"group_query_attention": True}
 """Megatron ignores --num-query-groups without it."""
-_FLAGS = tuple(flag for section in ("model", "layers", "experts") for flag in flags_of(section_classes()[section]))
+_FLAGS = tuple(
+    flag
+    for section in ("model", "layers", "experts", "rotation")
+    for flag in flags_of(section_classes()[section])
+    if flag.name not in (*YARN, "rope_type")  # which are of latent attention there
+)
 """That may be read from a checkpoint of Megatron-LM."""
 _UP_TO_THE_RUN = ("init_method_std", "rl_mla_absorb", "tokenizer_model")
 """How fresh weights are drawn, what rollouts cache; a tokenizer may lie elsewhere, and is compared by its size."""
+_NOT_COMPARED = ("ffn_hidden_size", "moe_layer_freq", "max_position_embeddings", "norm_epsilon")
+"""In args of Megatron-LM: they may differ, or be spelt otherwise. Names and shapes of tensors are compared later."""
 
 
 class SavedModel(NamedTuple):
@@ -61,9 +69,12 @@ def read_model_directory(reading: Reading) -> None:
                 settings["tokenizer_model"] = str(model.directory)
             _derive(reading, settings | _WITH_GROUPS)
     saved = _saved_model_of(reading)
-    if not given and saved is None:
-        for path in _checkpoints(reading).values():
-            _derive(reading, model_flags(path, _FLAGS))
+    for path in _checkpoints(reading).values() if saved is None else ():
+        flags = model_flags(path, _FLAGS)
+        compared = {name: value for name, value in flags.items() if name not in _NOT_COMPARED}
+        problems += _contradictions(reading.values | (reading.derived if given else {}), compared, path)
+        if not given:
+            _derive(reading, {name: value for name, value in flags.items() if value is not None})
     if not given:
         problems += _missing_shape(reading) if saved is None else _read_checkpoint(reading, saved)
     if (problems and not reading.derived) or reading.failed & set(names):

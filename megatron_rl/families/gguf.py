@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.atomic import TEMPORARY, remove, whole_directory
+from megatron_rl.atomic import cache_home, once, whole_directory
 from megatron_rl.errors import CheckpointError, ConfigError, one_line, shorten
 from megatron_rl.user_files import open_file
 
@@ -47,16 +45,15 @@ def cached_import(path: Path) -> Path:
     Raises:
         ConfigError: see `import_gguf`, or the cache is not writable.
     """
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "megatron-rl"
     digest = _opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest())
-    target = home / f"{path.stem}-{digest[:16]}-{_VERSION}"
+    target = cache_home() / f"{path.stem}-{digest[:16]}-{_VERSION}"
+
+    def write() -> None:
+        logger.warning("%s: dequantising it into %s, once", path, target)  # before the log has a level
+        import_gguf(path, target)
+
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(target.name + ".lock")):
-            if not target.is_dir():
-                remove(target.with_name(target.name + TEMPORARY))  # of an import that was killed
-                logger.warning("%s: dequantising it into %s, once", path, target)  # before the log has a level
-                import_gguf(path, target)
+        once(target, write)
     except OSError as error:
         raise ConfigError([
             f"{path} cannot be imported into {target} ({error.strerror}); set HF_HOME to a directory with room for its "
@@ -205,13 +202,6 @@ def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
             return read(file)
     except (ValueError, OSError) as error:
         raise ConfigError([f"{path}: {error}"]) from error
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

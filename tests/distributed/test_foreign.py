@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.checkpoint.foreign import Topology
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from tests.support.foreign import numbered_experts, random_policy, transformer_engine, write_dist, write_ranks
+from tests.support.foreign import Topology, numbered_experts, random_policy, transformer_engine, write_dist, write_ranks
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VOCABULARY, tiny_config
 
@@ -27,7 +26,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_reads_what_any_other_wrote(one_rank: Any, tmp_path: Path, layout: str) -> None:
+def test_any_layout_reads_what_any_other_wrote(one_rank: Any, tmp_path: Path, monkeypatch: Any, layout: str) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     ranks, shape, parallel = LAYOUTS[layout]
     source = random_policy(tiny_config(**shape))
     rename = numbered_experts if "num_experts" in shape else transformer_engine

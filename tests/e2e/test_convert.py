@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.checkpoint.hf.load import fill
+from megatron_rl.families import ModelLayout, read_model
 from megatron_rl.families.family import SMALL
+from megatron_rl.tensor_files import TensorReader
 from tests.e2e.test_hugging_face import SHAPE_FLAGS
 from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
@@ -75,3 +79,24 @@ def test_what_cannot_be_converted_is_one_line(workshop, model) -> None:
         lines = [line for line in result.stderr.splitlines() if "Megatron" not in line]
         assert len(lines) == 1 and text in lines[0], result.stderr
     assert not target.exists()
+
+
+def test_a_run_on_two_ranks_takes_megatrons_format_torch_and_converts_it_once(workshop, model, monkeypatch) -> None:
+    """Shape and tokenizer come from its args."""
+    monkeypatch.setenv("HF_HOME", str(workshop.folder / "cache"))
+    source, tensors = read_model(model), {}
+    with TensorReader(model) as reader:
+        for parameter in ModelLayout.of(source.architecture).parameters:
+            tensors[parameter.name] = torch.empty(parameter.shape)
+            fill(tensors[parameter.name], source.weights[parameter.name].pieces(parameter), reader)
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(workshop.tokenizer)}
+    args = Namespace(**source.architecture.settings(), group_query_attention=True, **tokenizer)
+    directory = workshop.folder / "megatron" / "iter_0000003"
+    (directory / "mp_rank_00").mkdir(parents=True)
+    torch.save({"model": tensors, "args": args}, directory / "mp_rank_00" / "model_optim_rng.pt")
+
+    flags = dict.fromkeys(SHAPE_FLAGS) | {"tokenizer_model": None, "pretrained_checkpoint": directory}
+    flags |= {"tensor_model_parallel_size": 2, "sequence_parallel": True, "train_iters": 1}
+    output = run(workshop.rl("torch", **flags), ranks=2).check().output
+    assert output.count("of Megatron-LM's format torch into") == 1
+    assert f"weights from {directory}, written by Megatron-LM" in output

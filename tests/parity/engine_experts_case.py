@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,6 +94,7 @@ def _same_model(groups: ParallelGroups, shape: Mapping[str, Any]) -> dict[str, A
     local, other = quantizable_policy(**shape), tiny_policy(tiny_config(**ENGINE, **shape), seed=2)
     requests = ragged_requests(4, num_samples=2, max_new_tokens=12, greedy=True)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_HOME"] = folder  # of what is converted
         save_tensors(made(folder, "weights"), local, None)
         load(Path(folder, "weights"), other)
         named = tiny_policy(tiny_config(**ENGINE, **shape), seed=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,6 +119,7 @@ def _same_model(groups: ParallelGroups) -> dict[str, Any]:
 def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> dict[str, Any]:
     """Weights of local layers by name."""
     other = tiny_policy(tiny_config(**ENGINE), seed=3)
+    os.environ["HF_HOME"] = str(folder)  # of what is converted
     load_weights(write_ranks(folder, local, None), other, groups)
     ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
     norm = theirs["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology
 from megatron_rl.checkpoint.run_state import architecture_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.families import ExpertShare, ModelLayout, Stages
@@ -25,9 +25,45 @@ from megatron_rl.models.parameters import part_of
 from megatron_rl.platform.megatron import asynchronous_writer
 from tests.support.tiny import VOCABULARY, tiny_policy
 
+MODEL_FILE = "model_optim_rng.pt"
 POINTER = "latest_checkpointed_iteration.txt"
 Rename = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Of a rank's tensors: how another choice of layers calls and stacks them."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The parallel layout of the model whose files a test writes."""
+
+    tensor: int = 1
+    stages: int = 1
+    experts: int = 1
+    """Expert-parallel ranks."""
+    cut: int | None = None
+    """Ranks that share each expert; None: the tensor-parallel ones."""
+
+    @property
+    def parts(self) -> int:
+        return self.cut or self.tensor
+
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Tensor-parallel rank, expert-parallel rank and part of an expert, of the ranks that hold a stage once."""
+        ranks = range(max(self.tensor, self.experts * self.parts))
+        return [(rank % self.tensor, rank // self.parts % self.experts, rank % self.parts) for rank in ranks]
+
+    @property
+    def args(self) -> dict[str, int | None]:
+        """Megatron-LM's flags."""
+        sizes = {"tensor": self.tensor, "pipeline": self.stages, "expert": self.experts}
+        return {f"{name}_model_parallel_size": size for name, size in sizes.items()} | {
+            "expert_tensor_parallel_size": self.cut
+        }
+
+    def name(self, tensor_rank: int, stage: int, expert_rank: int = 0) -> str:
+        """Name the directory of a rank's file. Example: ``mp_rank_01``, or with several stages ``mp_rank_01_000``."""
+        numbers = [stage] * (self.stages > 1) + [expert_rank] * (self.experts > 1)
+        return f"mp_rank_{tensor_rank:02d}" + "".join(f"_{number:03d}" for number in numbers)
 
 
 def random_policy(config: RLConfig, seed: int = 1) -> PolicyModel:
@@ -75,8 +111,12 @@ def write_ranks(
     padded: int = VOCABULARY,
     step: int = 12,
 ) -> Path:
-    """A file a rank, of a model that one rank has. ``padded`` are the rows of the embedding over all ranks."""
+    """A file a rank, of a model that one rank has. ``padded`` are the rows of the embedding over all ranks.
+
+    Without ``args`` those of the parallel layout are there alone.
+    """
     topology = topology or Topology()
+    args = argparse.Namespace(**topology.args | ({} if args is None else vars(args)))
     stages, directory = stages or Stages(topology.stages), root / f"iter_{step:07d}"
     for (rank, expert_rank, part), stage in itertools.product(topology.places, range(topology.stages)):
         chunks = _chunks(policy, topology, stages, rank, stage, expert_rank, part, padded)
@@ -86,7 +126,7 @@ def write_ranks(
         content = {"checkpoint_version": 3.0, "iteration": step, **models, "rng_state": [random_state]}
         target = directory / topology.name(rank, stage, expert_rank)
         target.mkdir(parents=True)
-        torch.save(content | ({} if args is None else {"args": args}), target / MODEL_FILE)
+        torch.save(content | {"args": args}, target / MODEL_FILE)
     (root / POINTER).write_text(f"{step}\n")
     return directory
 
@@ -97,7 +137,7 @@ def _chunks(
 ) -> list[dict[str, torch.Tensor]]:
     """Layers and experts are counted from 0 in each; a tied last stage has a copy of the embedding."""
     whole, model = dict(policy.named_parameters()), policy.layout.architecture
-    share = ExpertShare(topology.experts, expert_rank, topology.cut if topology.experts > 1 else None)
+    share = ExpertShare(topology.experts, expert_rank, topology.parts)
     layers = stages.layers_of(stage, model.num_layers)
     found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
     for parameter in ModelLayout.of(model, topology.tensor, padded, stage, stages, share).parameters:
@@ -105,7 +145,7 @@ def _chunks(
         values, number = whole[parameter.name].detach(), rank
         if parameter.is_over_the_vocabulary:
             values = torch.cat([values, torch.full((padded, values.shape[1]), 0.5)])[:padded]
-        if parameter.is_of_an_expert and topology.experts > 1:
+        if parameter.is_of_an_expert:
             words[6], number = str(int(words[6]) - share.of(model.num_experts).start), part
         chunk = 0 if words[0] == "embedding" else len(layers) - 1
         if words[1] == "layers":

@@ -6,6 +6,10 @@
         --target-tensor-parallel-size 8
     python tools/checkpoint/convert.py --model-type GPT --loader core --load-dir RUN_DIR/checkpoints \\
         --saver hf --save-dir NEW_HF_DIR
+    python tools/checkpoint/convert.py --loader core --load-dir MEGATRON_DIR --saver core --save-dir OUT
+
+The last one is for Megatron-LM's format torch, a file a rank, of which it makes torch_dist. A run does that on its own,
+into a cache.
 
 A checkpoint of ours holds whole tensors: any parallel layout can load it, so target sizes change only the padding
 of the vocabulary. Training does not need a conversion: ``train_rl.py --load-hf HF_DIR``.
@@ -63,10 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(options: argparse.Namespace) -> None:
     source, target = _LOADERS[options.loader], _SAVERS[options.saver]
     if source == target:
-        raise ConfigError([
-            f"--loader {options.loader} --saver {options.saver}: both are one format, which any parallel layout loads "
-            "as it is; nothing to convert"
-        ])
+        _convert_rank_files(options)
+        return
     if target == "core":
         _import(options, _model(options.load_dir, options.model_size, with_weights=True))
         return
@@ -77,6 +79,22 @@ def _convert(options: argparse.Namespace) -> None:
     directory = options.hf_config or origin_of(options.load_dir, "--hf-config").directory
     model = _model(directory, options.model_size, with_weights=False)
     export_checkpoint(options.load_dir, model, options.save_dir, torch.bfloat16 if options.bf16 else None)
+
+
+def _convert_rank_files(options: argparse.Namespace) -> None:
+    """From Megatron-LM's format torch, a file a rank; all else of ours and theirs is in one format already."""
+    from megatron_rl.checkpoint.layout import find_checkpoint
+    from megatron_rl.checkpoint.torch_format import convert, first_file
+
+    is_core = _LOADERS[options.loader] == "core"
+    directory = find_checkpoint(options.load_dir) if is_core else options.load_dir
+    if not is_core or first_file(directory) is None:
+        raise ConfigError([
+            f"--loader {options.loader} --saver {options.saver}: both are one format, which any parallel layout loads "
+            "as it is; nothing to convert"
+        ])
+    convert(directory, options.save_dir / directory.name)
+    sys.stdout.write(f"wrote {options.save_dir / directory.name}\n")
 
 
 def _import(options: argparse.Namespace, model: HfModel) -> None:

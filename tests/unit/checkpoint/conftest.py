@@ -22,3 +22,10 @@ def save(tmp_path: Path) -> Callable[..., Path]:
         return commit(tmp_path, step)
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where checkpoints of Megatron-LM's format torch are converted to."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megatron-rl"

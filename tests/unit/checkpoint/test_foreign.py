@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -16,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.foreign import MODEL_FILE, Topology
 from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
@@ -29,7 +29,9 @@ from megatron_rl.families.family import SMALL
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.platform.megatron import common_writer
 from tests.support.foreign import (
+    MODEL_FILE,
     POINTER,
+    Topology,
     args_of,
     numbered_experts,
     random_policy,
@@ -43,6 +45,7 @@ from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 
 DENSE: dict[str, Any] = {}
 TIED = {"untie_embeddings_and_output_weights": False, "num_layers": 4}
+UNGATED = {"swiglu": False, "squared_relu": False, "add_bias_linear": True}
 QWEN3 = {"add_qkv_bias": False, "qk_layernorm": True, "kv_channels": 12}
 EXPERTS = {**QWEN3, "num_experts": 4, "moe_ffn_hidden_size": 24, "num_layers": 4, "num_query_groups": 4}
 
@@ -90,10 +93,12 @@ def test_experts_in_a_loop_store_the_same_names(one_rank, tmp_path: Path) -> Non
     [
         (DENSE, Topology(), None, transformer_engine),
         (DENSE, Topology(2), None, lambda tensors: tensors),
+        (UNGATED, Topology(2), None, transformer_engine),
         (TIED, Topology(2, 2), None, transformer_engine),
         (TIED, Topology(1, 2), Stages(2, first=1), transformer_engine),
         (TIED, Topology(1, 2), Stages(2, chunks=2), transformer_engine),
         (EXPERTS, Topology(2), None, numbered_experts),
+        (EXPERTS, Topology(2, cut=1), None, numbered_experts),
         (EXPERTS, Topology(1, 1, 2), None, numbered_experts),
         (EXPERTS, Topology(2, 2, 2, 2), None, stacked_experts),
         (EXPERTS, Topology(2, 1, 4, 1), None, lambda tensors: tensors),
@@ -109,20 +114,6 @@ def test_files_of_ranks_load_however_they_are_cut(
     source = random_policy(config)
     args = args_of(config) if has_args else None
     write_ranks(tmp_path, source, args, topology, stages, rename, padded=VOCABULARY + 16)
-    _assert_loads(tmp_path, source, config, one_rank)
-
-
-def test_experts_that_tensor_parallel_ranks_do_not_cut(one_rank, tmp_path: Path) -> None:
-    """Tensor parallelism of 2 and of 1 for experts: both files have them whole."""
-    config = tiny_config(**EXPERTS)
-    source = random_policy(config)
-    directory = write_ranks(tmp_path, source, None, Topology(2))
-    whole = write_ranks(tmp_path / "whole", source, None)
-    experts = torch.load(whole / "mp_rank_00" / MODEL_FILE, weights_only=False)["model"]
-    for rank in ("mp_rank_00", "mp_rank_01"):
-        content = torch.load(directory / rank / MODEL_FILE, weights_only=False)
-        content["model"] |= {name: tensor for name, tensor in experts.items() if ".local_experts." in name}
-        torch.save(content, directory / rank / MODEL_FILE)
     _assert_loads(tmp_path, source, config, one_rank)
 
 
@@ -149,30 +140,6 @@ def test_weights_alone_are_taken_and_a_line_says_so(one_rank, tmp_path: Path, ca
 
 
 # -- what does not fit -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("write", [pytest.param(write_dist, marks=writes_args), write_ranks])
-def test_a_flag_that_disagrees_is_named_with_both_values(one_rank, tmp_path: Path, write: Any) -> None:
-    config = tiny_config(**EXPERTS)
-    directory = write(tmp_path, random_policy(config), args_of(config))
-    for change, text in (
-        ({"num_layers": 2}, "num_layers 4, this run has 2"),
-        ({"qk_layernorm": False}, "qk_layernorm True, this run has False"),
-        ({"moe_ffn_hidden_size": 32}, "moe_ffn_hidden_size 24, this run has 32"),
-    ):
-        (line,) = architecture_problems(tiny_config(**EXPERTS | change), directory, VOCABULARY)
-        assert text in line
-
-
-@pytest.mark.parametrize(
-    ("flag", "saved", "value"),
-    [("window_size", None, 8), ("rotary_seq_len_interpolation_factor", None, 2.0), ("apply_layernorm_1p", False, True)],
-)
-def test_a_flag_that_makes_another_model_of_the_same_tensors_is_compared(one_rank, tmp_path, flag, saved, value):
-    """They were passed over where Megatron-LM had left them out."""
-    directory = write_ranks(tmp_path, random_policy(tiny_config()), args_of(tiny_config()))
-    (line,) = architecture_problems(tiny_config(transformer_impl="local", **{flag: value}), directory, VOCABULARY)
-    assert f"{flag} {saved}, this run has {value}" in line
 
 
 @pytest.mark.parametrize("write", [write_dist, write_ranks])
@@ -216,7 +183,7 @@ def test_tensors_of_an_unknown_architecture_are_named(one_rank, tmp_path: Path) 
     assert "has decoder.layers.0.mlp.shared_experts.linear_fc1.weight, which the model of this run has not" in line
     assert "no flag builds that" in line
     legacy = write_ranks(tmp_path / "legacy", tiny_policy(config), None, rename=lambda _: {"language_model": {}})
-    with pytest.raises(CheckpointError, match=r"\['language_model'\]: Megatron-LM's models of before megatron-core"):
+    with pytest.raises(CheckpointError, match=r"no tensors in 'model'.*convert an older one with"):
         architecture_problems(config, legacy, VOCABULARY)
 
 
@@ -282,8 +249,12 @@ def test_missing_and_truncated_files_are_named(one_rank, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt' cannot be read \(it is cut short"):
         architecture_problems(config, ranks, VOCABULARY)
     shutil.rmtree(file.parent)
-    with pytest.raises(CheckpointError, match="lacks files of a rank: it has mp_rank_00_000, mp_rank_00_001, mp_ra"):
-        find_checkpoint(ranks)
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt' cannot be read \(there is no such"):
+        architecture_problems(config, ranks, VOCABULARY)
+    shutil.copytree(ranks / "mp_rank_00_001", file.parent)
+    (ranks / "mp_rank_02_000").mkdir()
+    with pytest.raises(CheckpointError, match="has mp_rank_02_000, of which its args do not tell"):
+        architecture_problems(config, ranks, VOCABULARY)
     directory = write_dist(whole, tiny_policy(config), args_of(config))
     part = directory / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-100])
@@ -313,8 +284,10 @@ def test_no_pickle_of_others_is_executed(one_rank, tmp_path: Path, file: str) ->
         (directory / file).write_bytes(pickle.dumps(_Command(proof)))
     else:
         torch.save({"args": _Command(proof)}, directory / file)
-    with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which is not allowed.*nothing of it was executed"):
-        architecture_problems(config, find_checkpoint(directory), VOCABULARY)
+    reason = r"names posix\.mkdir, which is not allowed.*nothing of it was executed"
+    refused = pytest.raises(CheckpointError, match=reason)
+    with refused if file == ".metadata" else contextlib.nullcontext():  # of the other plain values are read alone
+        assert architecture_problems(config, find_checkpoint(directory), VOCABULARY) == []
     assert not proof.exists()
 
 
@@ -326,7 +299,7 @@ def test_a_class_that_only_a_newer_megatron_has_is_passed_over(one_rank, tmp_pat
         patch.setitem(sys.modules, newer.__name__, newer)
         directory = write_dist(tmp_path, tiny_policy(config), args_of(config, kind=newer.Kind.two))
     assert architecture_problems(config, directory, VOCABULARY) == []
-    assert type(read(directory / "common.pt")["args"].kind).__name__ == "_Nothing"
+    assert type(read(directory / "common.pt")["args"].kind).__name__ == "Emptied"
 
 
 # -- to Hugging Face -------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ import torch
 
 from megatron_rl.checkpoint.run_state import architecture_of, architecture_problems
 from megatron_rl.config.arguments import read_config
+from megatron_rl.families.family import SMALL
 from megatron_rl.platform.megatron import common_writer
 from tests.support.foreign import args_of, random_policy, write_dist, write_ranks
+from tests.support.hugging_face import hf_run, write_model
 from tests.support.tiny import tiny_config
 
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 3, "add_qkv_bias": False}
@@ -44,6 +46,39 @@ def test_its_args_say_what_the_model_is(
     assert config.tokenizer.tokenizer_model == "words" and config.model.norm_epsilon == 1e-7
     assert architecture_of(config.architecture()) == architecture_of(wanted.architecture())
     assert architecture_problems(config, directory) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "means"),
+    [
+        ("--num-layers", "3", "--num-layers 2"),
+        ("--moe-router-topk", "3", "--moe-router-topk 2"),
+        ("--window-size", "8", "no --window-size"),
+        ("--rotary-seq-len-interpolation-factor", "2.0", "no --rotary-seq-len-interpolation-factor"),
+        ("--apply-layernorm-1p", None, "--no-apply-layernorm-1p"),
+    ],
+)
+@pytest.mark.parametrize("write", [pytest.param(write_dist, marks=writes_args), write_ranks])
+def test_a_flag_that_disagrees_is_named_with_both_values(
+    one_rank: object, tmp_path: Path, write: Any, flag: str, value: str | None, means: str
+) -> None:
+    """Also one that makes another model of the same tensors."""
+    config = tiny_config(**EXPERTS)
+    write(tmp_path, random_policy(config), args_of(config))
+    _, problems = _read(tmp_path, flag, *([] if value is None else [value]))
+    typed = flag if value is None else f"{flag} {value}"
+    assert f"{typed} contradicts {tmp_path}, which means {means}; leave the flag out, or take another model" in problems
+
+
+def test_a_directory_of_hugging_face_that_disagrees_is_named(one_rank: object, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "qwen2", SMALL)
+    config = hf_run(tmp_path / "model")
+    for freedom, lines in (({"max_position_embeddings": 8, "ffn_hidden_size": 7}, 0), ({"rotary_base": 500}, 1)):
+        root = tmp_path / f"run{lines}"
+        write_ranks(root, random_policy(config), args_of(config, **freedom))
+        _, problems = _read(root, "--hf-config", str(tmp_path / "model"))
+        assert len([line for line in problems if f"contradicts {root}, which means --rotary-base 500" in line]) == lines
+        assert not [line for line in problems if "contradicts" in line and "rotary-base" not in line]
 
 
 @pytest.mark.parametrize("args", [None, argparse.Namespace(num_layers="two", hidden_size=True, num_attention_heads=-1)])
