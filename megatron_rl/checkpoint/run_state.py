@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std", "rl_mla_absorb"}
-_ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) if field.name not in _FREE)
+_ARCHITECTURE = (
+    "position_embedding_type", *(each.name for each in dataclasses.fields(Architecture) if each.name not in _FREE)
+)  # fmt: skip
 _COUNTED_WITH = {
     "group_query_attention": {"num_query_groups"},
     "use_rope_scaling": {"rope_scaling_factor"},

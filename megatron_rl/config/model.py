@@ -57,8 +57,6 @@ class ModelConfig:
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     max_position_embeddings: int | None = flag(None, ge=1, derived=lambda config, _: config.training.seq_length)
     """Longest sequence that the model accepts, in tokens. Default: --seq-length."""
-    position_embedding_type: Literal["rope"] = flag("rope")
-    """Position embedding; only rope is built (Megatron's default: learned_absolute)."""
     rotary_base: int = flag(10000, ge=1, le=10**12)
     """RoPE base frequency (theta), e.g. 1000000 for Qwen2.5."""
     rotary_percent: float = flag(1.0, gt=0, le=1)

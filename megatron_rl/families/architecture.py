@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 MOST_LAYERS = 1000
 MOST_EXPERTS = 100_000
@@ -83,7 +83,7 @@ class Architecture:
     normalization: str = "RMSNorm"
     swiglu: bool = True
     add_bias_linear: bool = False
-    position_embedding_type: str = "rope"
+    position_embedding_type: ClassVar[str] = "rope"
     rotary_percent: float = 1.0
     rotary_seq_len_interpolation_factor: float | None = None
     rope_type: str = "rope"
