@@ -157,7 +157,7 @@ class Schedule:
     """
 
     def __init__(self, optimizer: MegatronOptimizer, config: RLConfig) -> None:
-        schedule, peak, warmup = config.schedule, config.optimizer.lr, config.lr_warmup_steps
+        schedule, peak, warmup = config.schedule, config.optimizer.lr, config.schedule.lr_warmup_iters
         # Megatron's rate at step n is sqrt(warm-up / n), of the number itself and not of the part of the decay that is
         # over: the shift by one that keeps the first step from being lost would make it sqrt((warm-up - 1) / (n - 1)).
         self._first = 1 if schedule.lr_decay_style == "inverse-square-root" else 0
@@ -168,7 +168,7 @@ class Schedule:
             lr_decay_steps=config.lr_decay_steps, lr_decay_style=schedule.lr_decay_style,
             start_wd=config.optimizer.weight_decay, end_wd=config.optimizer.weight_decay,
             wd_incr_steps=config.lr_decay_steps, wd_incr_style="constant",
-            wsd_decay_steps=config.lr_wsd_decay_steps or None, lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+            wsd_decay_steps=schedule.lr_wsd_decay_iters or None, lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         )  # fmt: skip
         self.go_to(finished_steps=0)
 

@@ -26,7 +26,7 @@ class Block:
     """The base of a file's ``BLOCK``: it inherits from this and from megatron's module, without a constructor."""
 
     settings: type[TransformerConfig] = TransformerConfig
-    """What megatron's module reads: a class that adds fields has them from the flags in `LayerConfig`."""
+    """What megatron's module reads: a class that adds fields has them from the flags in `LayerOptions`."""
     expects: Mapping[str, Any] = {}
     """Settings of megatron, each with the one value that training and `decode` alike compute."""
     module: type[torch.nn.Module] | None = None

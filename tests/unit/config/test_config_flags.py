@@ -66,7 +66,8 @@ def test_a_wrong_value_of_a_flag_without_effect_is_a_line(argv: list[str], text:
 
 
 def test_every_spelling_and_field_name_belongs_to_one_flag():
-    spellings = Counter([*(text for flag in all_flags() for text in flag.spellings), *no_effect()])
+    flags = [each for flag in all_flags() for each in (flag, *flag.seconds)]
+    spellings = Counter([*(text for flag in flags for text in flag.spellings), *no_effect()])
     names = Counter(flag.name for flag in all_flags())
     assert [text for text, count in spellings.items() if count > 1] == []
     assert [name for name, count in names.items() if count > 1] == []
