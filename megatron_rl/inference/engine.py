@@ -27,7 +27,7 @@ class EngineOptions:
 
     max_batch_size: int
     max_sequence_length: int
-    steps_per_host_read: int = 8
+    decode_steps_per_sync: int = 8
     prefill_token_budget: int = 8192
     cache_budget_gb: float | None = None
     block_size: int | None = None
@@ -36,7 +36,7 @@ class EngineOptions:
     """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
     graphs: GraphOptions | None = None
     """None: decode steps run eager."""
-    reuse_prefixes: bool = True
+    prefix_reuse: bool = True
     """Prompts go on from what the cache has of their beginning."""
     kv_overcommit: float = 1.0
     """How often the blocks of the KV cache may be promised to completions; 1: all may become as long as they may."""
