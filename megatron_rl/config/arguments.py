@@ -85,7 +85,7 @@ class Reading:
         """Put the items of second spellings before those of the field's own, which hold where both set an option."""
         order = [flag.name for flag, _ in all_spellings().values()]
         for name, second in sorted(self.added, key=lambda key: order.index(key[1]), reverse=True):
-            self.values[name] = (self.added[name, second], *self.values.get(name, ()))
+            self.values[name] = (str(self.added[name, second]), *self.values.get(name, ()))
         self.added.clear()
 
     def refuse(self, flag: str | None, text: str, is_unknown: bool = False) -> None:

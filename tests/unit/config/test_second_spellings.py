@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rl.config.arguments import read_config
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.rl_config import all_flags, to_dict
 from megatron_rl.config.rules import notes
 from tests.unit.config.conftest import build_command
 
@@ -46,6 +47,7 @@ def test_it_sets_its_field(flags: dict[str, str | bool | None], field: str, valu
     ranks = 2 if "pipeline_model_parallel_size" in flags else 1
     config, problems = read_config(build_command(**flags), ranks)
     assert (config.value(field), problems) == (value, [])
+    assert yaml.safe_dump(to_dict(config)), "a run writes it to its directory"
 
     file = tmp_path / "flags.yaml"
     given = {name: "true" if text is True else text for name, text in flags.items() if text is not None}
