@@ -38,8 +38,8 @@ class ParallelConfig:
                     _virtual_stages, ge=1),
         ),
     )  # fmt: skip
-    """Interleaved pipeline: chunks of layers per rank, e.g. 2, or the layers of a chunk. A shorter pipeline bubble for
-    more communication."""
+    """Interleaved pipeline: chunks of layers per rank, e.g. 2; the other spelling gives the layers of a chunk. A
+    shorter pipeline bubble for more communication."""
     decoder_first_pipeline_num_layers: int | None = flag(None, ge=1)
     """Layers of the first stage, which also holds the embedding. The other stages share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = flag(None, ge=1)

@@ -114,8 +114,11 @@ def _meaning(flag: Flag, quote: str = "") -> str:
     if flag.names_of is not None:
         text += f" Available: {', '.join(flag.names_of.names())}."
     aliases = flag.off_aliases if flag.off else flag.aliases
-    named = [(each,) if isinstance(each, str) else (each.spelling, *each.aliases) for each in aliases]
-    others = [f"{quote}{text}{quote}" for texts in named for text in texts]
+    others = []
+    for each in aliases:
+        names = (each,) if isinstance(each, str) else (each.spelling, *each.aliases)
+        values = "" if isinstance(each, str) or each.kind is bool else f" {_values(each)}"
+        others.append(" or ".join(f"{quote}{name}{quote}" for name in names) + values)
     return f"{text} Also {', '.join(others)}." if others else text
 
 
