@@ -27,7 +27,7 @@ from megatron_rl.callbacks import Callback, RunControl
 from megatron_rl.cli.model import model_config
 from megatron_rl.cli.options import Ranks
 from megatron_rl.config.arguments import read_config
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.rl_config import all_spellings
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.main import NO_UPDATE, every_problem, main
 from megatron_rl.metrics.jsonl import read_json_object
@@ -182,7 +182,7 @@ def _stepped(words: Sequence[str], directory: RunDirectory, callbacks: Sequence[
 def _words(flags: Flags) -> list[str]:
     if not isinstance(flags, Mapping):
         return [str(word) for word in flags]
-    known = {text: (flag, on) for flag in all_flags() for text, on in flag.spellings.items()}
+    known = all_spellings()
     words: list[str] = []
     for name, value in flags.items():
         spelling = name.replace("_", "-")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.batch import Aggregation, Terms, TokenBatch
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import ConfigError, Problem, collecting, shorten
@@ -28,20 +29,6 @@ Function = Callable[[TokenBatch], Terms]
 
 CLIPPED = "rollout_corr/rollout_is_clipped"
 """Name of the sum over tokens, [T] bool, that a correction capped or rejected."""
-
-FLAGS_OF_OPTIONS: dict[str, dict[str, str]] = {
-    "rl_advantage": {"gamma": "rl_gamma", "gae_lambda": "rl_gae_lambda"},
-    "rl_policy_loss": {
-        "clamp_eps_lower": "grpo_clamp_eps_lower", "clamp_eps_upper": "grpo_clamp_eps_upper",
-        "dual_clip": "rl_dual_clip",
-    },
-    "rl_correction": {
-        "cap": "rl_correction_cap", "lower": "rl_correction_lower", "upper": "rl_correction_upper",
-        "veto": "rl_correction_veto",
-    },
-    "rl_group_filter": {},
-}  # fmt: skip
-"""Options with their own flag. A given flag is refused if no chosen extension has the option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +144,8 @@ def filter_of(config: RLConfig) -> Callable[[Tensor], bool]:
 
 
 def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequence[str]) -> list[Any]:
-    """Make the named extensions, with options from their own flags, then from ``--...-args``."""
+    """Make the named extensions with the options of ``--...-args``."""
     spelling, joined = f"--{field.replace('_', '-')}", "+".join(names)
-    named = FLAGS_OF_OPTIONS[field].items()
-    flags_given = {option: config.value(name) for option, name in named if config.value(name) is not None}
     texts = dict(text.partition("=")[::2] for text in getattr(config.algorithm, f"{field}_args"))
     problems: list[Problem] = []
     found = []
@@ -175,24 +160,26 @@ def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequen
     if problems:
         raise ConfigError(problems)
     known = {option for _, options in found for option in options}
-    for option in (option for option in flags_given if option not in known):
-        having = [name for name in registry.names() if option in _options(registry.get(name))]
-        ignored = f"--{FLAGS_OF_OPTIONS[field][option].replace('_', '-')}"
-        text = f"has no option '{option}' and would ignore {ignored}; use {' or '.join(having)}, or leave it out"
-        problems.append(Problem(spelling, f"{spelling} {joined} {text}"))
     for option in (option for option in texts if option not in known):
+        having = [name for name in registry.names() if option in _options(registry.get(name))]
         near = difflib.get_close_matches(option, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(known)) or 'none'}"
-        text = f"{spelling}-args: {joined} has no option '{option}'; {hint}"
-        problems.append(Problem(f"{spelling}-args", text))
+        ignored = f" and would ignore {own[option]}" if (own := _spellings_of(f"{field}_args")).get(option) else ""
+        hint = f"use {' or '.join(having)}, or leave it out" if having else hint
+        at = spelling if ignored else f"{spelling}-args"
+        problems.append(Problem(at, f"{at}{'' if ignored else ':'} {joined} has no option '{option}'{ignored}; {hint}"))
     if problems:
         raise ConfigError(problems)
-    return [_built(spelling, extension, options, flags_given, texts) for extension, options in found]
+    return [_built(spelling, extension, options, texts) for extension, options in found]
 
 
-def _built(
-    spelling: str, extension: Any, options: Mapping[str, Flag], flags_given: Mapping[str, Any], texts: Mapping[str, str]
-) -> Any:
+def _spellings_of(field: str) -> dict[str, str]:
+    """Return option -> flag of its own."""
+    seconds = next(flag for flag in flags_of(AlgorithmConfig) if flag.name == field).seconds
+    return {text.partition("=")[0]: each.spelling for each in seconds for text in each.sets(1.0).values()}
+
+
+def _built(spelling: str, extension: Any, options: Mapping[str, Flag], texts: Mapping[str, str]) -> Any:
     if not isinstance(extension, type):
         return extension
     typed: dict[str, Any] = {}
@@ -202,7 +189,7 @@ def _built(
         except ValueError as error:
             raise ConfigError([Problem(f"{spelling}-args", f"{spelling}-args: {name} {error}")]) from error
     try:
-        return extension(**{name: value for name, value in flags_given.items() if name in options} | typed)
+        return extension(**typed)
     except ConfigError as error:
         raise ConfigError([problem.under(spelling) for problem in error.problems]) from error
 

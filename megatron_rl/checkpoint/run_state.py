@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std", "rl_mla_absorb"}
-_ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) if field.name not in _FREE)
+_ARCHITECTURE = (
+    "position_embedding_type", *(each.name for each in dataclasses.fields(Architecture) if each.name not in _FREE)
+)  # fmt: skip
 _FOREIGN = "Megatron-LM's"
 FORMAT_VERSION = 1  # raised when code of an earlier version would misread the file; old files have none
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")

@@ -26,7 +26,7 @@ import yaml
 from megatron_rl.config.arguments import FOREIGN_FLAGS, Reading, foreign_flags, table, value_of
 from megatron_rl.config.model_directory import read_adapter_directory, read_model_directory
 from megatron_rl.config.no_effect import no_effect
-from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
+from megatron_rl.config.rl_config import RLConfig, all_spellings, resolve
 from megatron_rl.config.rules import validate
 from megatron_rl.errors import ConfigError, Problem, one_line
 from megatron_rl.main import refuse
@@ -49,7 +49,7 @@ ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 OF_MEGATRON = re.compile(r"(?:--|.*\.(?:override_(?:transformer|optimizer)_config|megatron_cfg)\.)([\w-]+)")
 """Flags of Megatron-LM, and what verl and NeMo-RL hand to it: those that are flags of ours need no row."""
 FLAG = r"--[a-z][a-z0-9-]*"
-FLAGS = {text: flag for flag in all_flags() for text in flag.spellings}
+FLAGS = {text: flag for text, (flag, _) in all_spellings().items()}
 NONE = "there is no setting here"
 CALLS = {"GRPOConfig": "", "SFTConfig": "", "GRPOTrainer": "", "SFTTrainer": "", "LoraConfig": "peft_config."}
 """Calls that are read of a Python file, and what is put before their keywords."""
@@ -290,7 +290,8 @@ class Conversion:
         reading = Reading()
         for name, line in self.lines.items():
             if FLAGS[name].name not in FROM_DISK or Path(line.texts[0]).is_dir():
-                reading.values[FLAGS[name].name] = _value_of(name, line.texts)
+                reading.take(FLAGS[name], _value_of(name, line.texts))
+        reading.finish()
         read_model_directory(reading)
         read_adapter_directory(reading)
         ranks = reading.values.get("expert_model_parallel_size", 1)

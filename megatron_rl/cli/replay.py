@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.cli.options import described, take
 from megatron_rl.cli.replay_page import replay_page
-from megatron_rl.config.arguments import read_flags
-from megatron_rl.config.flags import flag
-from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
+from megatron_rl.config.arguments import Reading, read_flags
+from megatron_rl.config.flags import Second, flag
+from megatron_rl.config.rl_config import RLConfig, all_flags, all_spellings, resolve
 from megatron_rl.config.rules import validate
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.json_text import parse_json
@@ -142,7 +142,12 @@ def replayed_config(directory: RunDirectory, choice: Choice, folder: Path, flags
         if each.name in settings and each.name not in _NOT_TAKEN:
             value = settings[each.name]
             kept[each.name] = tuple(value) if isinstance(value, list) else value
-    config = resolve(RLConfig().with_values(**kept | asked.derived | asked.values), 1)
+    reading = Reading(values=kept)
+    for each, _ in all_spellings().values():  # an earlier version saved second spellings as fields
+        if isinstance(each, Second) and settings.get(each.name) and each.name not in _NOT_TAKEN:
+            reading.take(each, settings[each.name])
+    reading.finish()
+    config = resolve(RLConfig().with_values(**reading.values | asked.derived | asked.values), 1)
     if problems := every_problem(config, [*asked.problems, *validate(config, 1)], 1):
         raise ConfigError(problems)
     return config

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rl.config.flags import Finding, flag, without_effect
+from megatron_rl.config.flags import Added, Finding, flag, option, second, without_effect
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
@@ -22,21 +22,14 @@ def _stated(kind: Registry, name: str, constant: str) -> Any:
     return None
 
 
-def _of_loss(constant: str) -> Callable[[RLConfig, int], Any]:
-    """Take a default from the policy loss: clip ranges of one mean nothing in another."""
-    return lambda config, _: _stated(LOSSES, config.algorithm.rl_policy_loss, constant)
-
-
 def _aggregation(config: RLConfig, _: int) -> str:
-    if config.algorithm.calculate_per_token_loss:
-        return "token-mean"
-    return _of_loss("AGGREGATION")(config, 1) or "token-mean"
+    return _stated(LOSSES, config.algorithm.rl_policy_loss, "AGGREGATION") or "token-mean"
 
 
 def _correction(config: RLConfig, _: int) -> str:
     """Correct quantised rollouts and those by older weights: they are of another policy than the trainer's."""
     algorithm = config.algorithm
-    if algorithm.rl_inference_logprobs_is_correction or algorithm.has_stale_samples:
+    if algorithm.has_stale_samples:
         return "token_tis"
     rounded = config.quantization.rl_rollout_quantization != "none" or config.kv_cache_is_rounded
     return "token_tis" if rounded else "none"
@@ -51,7 +44,7 @@ def _largest_staleness(config: RLConfig, _: int) -> float | None:
     return 3.0 if config.algorithm.rl_partial_rollouts else 1.0 if config.algorithm.has_stale_samples else None
 
 
-_NO_CAP = 1e9
+_NO_CAP = Added("cap=1e9")
 """Above exp of the largest log-ratio, `algorithms.batch.LOG_RATIO_LIMIT`."""
 
 
@@ -69,12 +62,6 @@ class AlgorithmConfig:
     """Completions per prompt (TRL's num_generations), e.g. 16 (Megatron's default: 2)."""
     grpo_iterations: int = flag(1, ge=1, le=1000)
     """Passes over each rollout (Megatron's default: 2)."""
-    grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1, derived=_of_loss("clamp_eps_lower"))
-    """Clip range: the probability ratio is clipped at 1 - this, e.g. 0.2; 1 means no lower clip (Megatron's default:
-    0.01). Default of the policy loss: clip and clip_cov 0.2, cispo 1, gspo 3e-4; kl_cov and sapo do not clip."""
-    grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=_of_loss("clamp_eps_upper"))
-    """Clip range: the probability ratio is clipped at 1 + this, e.g. 0.28 (Megatron's default: 0.01). Default of the
-    policy loss: clip, clip_cov and cispo 0.2, gspo 4e-4; kl_cov and sapo do not clip."""
     grpo_kl_beta: float = flag(0.0, ge=0, le=1000)
     """Coefficient of the KL penalty, e.g. 0.001; 0 also saves the reference model's forward pass (Megatron's default:
     0.001)."""
@@ -82,49 +69,55 @@ class AlgorithmConfig:
     """Coefficient of the entropy bonus, e.g. 0.001."""
     rl_advantage: str = flag("grpo", names_of=ADVANTAGES)
     """Advantage estimator: relative to the group, to the whole step, or to a critic (gae). A name or file.py:NAME."""
-    rl_advantage_args: tuple[str, ...] = flag(())
-    """Options of the advantage estimator, e.g. lowest=-1."""
+    rl_advantage_args: tuple[str, ...] = flag((), aliases=(
+        option("--rl-gamma", "rl_advantage_args", "gamma", ge=0, le=1),
+        option("--rl-gae-lambda", "rl_advantage_args", "gae_lambda", ge=0, le=1),
+    ))  # fmt: skip
+    """Options of the advantage estimator, e.g. lowest=-1. GAE has two of them: --rl-gamma, the discount factor per
+    token (default 1), and --rl-gae-lambda, where 0 uses only the critic's values, 1 only observed rewards (default
+    1)."""
     rl_turn_discount: float | None = flag(None, ge=0, le=1)
     """Rewards by turn, e.g. 0.9: discount of the return from turn to turn; each turn has its own advantage. Default:
     off, every token has the sum of the sample's rewards."""
-    rl_gamma: float | None = flag(None, ge=0, le=1)
-    """Discount factor of GAE, per token (default 1)."""
-    rl_gae_lambda: float | None = flag(None, ge=0, le=1)
-    """GAE lambda: 0 uses only the critic's values, 1 only observed rewards (default 1)."""
     rl_policy_loss: str = flag("clip", names_of=LOSSES)
     """Policy loss: a name or file.py:NAME."""
-    rl_policy_loss_args: tuple[str, ...] = flag(())
-    """Options of the policy loss, e.g. tau_pos=1 tau_neg=1.05."""
+    rl_policy_loss_args: tuple[str, ...] = flag((), aliases=(
+        option("--grpo-clamp-eps-lower", "rl_policy_loss_args", "clamp_eps_lower", gt=0, le=1),
+        option("--grpo-clamp-eps-upper", "rl_policy_loss_args", "clamp_eps_upper", gt=0),
+        option("--rl-dual-clip", "rl_policy_loss_args", "dual_clip", gt=1),
+    ))  # fmt: skip
+    """Options of the policy loss, e.g. tau_pos=1 tau_neg=1.05. The probability ratio is clipped between 1 -
+    --grpo-clamp-eps-lower, e.g. 0.2, where 1 means no lower clip, and 1 + --grpo-clamp-eps-upper, e.g. 0.28. Defaults
+    of the losses: clip and clip_cov 0.2 and 0.2, cispo 1 and 0.2, gspo 3e-4 and 4e-4; kl_cov and sapo do not clip.
+    --rl-dual-clip (Ye et al., 2020) caps the loss of negative advantages at this multiple, e.g. 3 (default: off)."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
     """Estimator of the KL to the reference model."""
-    rl_correction: str | None = flag(None, names_of=CORRECTIONS, derived=_correction)
+    rl_correction: str | None = flag(
+        None, names_of=CORRECTIONS, derived=_correction, aliases=(
+            second("--rl-inference-logprobs-is-correction", bool,
+                   lambda _: {"rl_correction": "token_tis", "rl_correction_args": _NO_CAP}),
+        ),
+    )  # fmt: skip
     """Importance-sampling correction of the rollout-trainer mismatch, e.g. token_tis; several are joined by +. Default:
-    token_tis if rollouts are quantized, partial or kept (--rl-surplus keep), else none."""
-    rl_correction_args: tuple[str, ...] = flag(())
-    """Options of the corrections, e.g. cap=2."""
-    rl_inference_logprobs_is_correction: bool = flag(False)
-    """Megatron's flag for --rl-correction token_tis; without a coefficient, weights are not capped."""
-    rl_correction_cap: float | None = flag(
-        None, gt=0, aliases=("--rl-importance-sampling-truncation-coef",),
-        derived=lambda config, _: _NO_CAP if config.algorithm.rl_inference_logprobs_is_correction else None,
+    token_tis if rollouts are quantized, partial or kept (--rl-surplus keep), else none. Megatron's
+    --rl-inference-logprobs-is-correction is token_tis; without a coefficient its weights are not capped."""
+    rl_correction_args: tuple[str, ...] = flag((), aliases=(
+        option("--rl-correction-cap", "rl_correction_args", "cap", gt=0,
+               aliases=("--rl-importance-sampling-truncation-coef",)),
+        option("--rl-correction-lower", "rl_correction_args", "lower", ge=0, lt=1),
+        option("--rl-correction-upper", "rl_correction_args", "upper", gt=1),
+        option("--rl-correction-veto", "rl_correction_args", "veto", ge=1e-8, lt=1),
+    ))  # fmt: skip
+    """Options of the corrections: --rl-correction-cap, the largest importance weight of token_tis and sequence_tis
+    (default 2); --rl-correction-lower and --rl-correction-upper, the smallest and largest ratio of trainer to rollout
+    probability that masked_is (default 0.5 and 2) and geometric (default 0.99 and 1.01) accept; --rl-correction-veto:
+    reject a sequence in which one token's ratio is smaller (default 1e-4)."""
+    rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(
+        None, derived=_aggregation,
+        aliases=(second("--calculate-per-token-loss", bool, lambda _: {"rl_loss_aggregation": "token-mean"}),),
     )
-    """Largest importance weight of token_tis and sequence_tis (default 2)."""
-    rl_correction_lower: float | None = flag(None, ge=0, lt=1)
-    """Smallest ratio of trainer to rollout probability that masked_is (default 0.5) and geometric (default 0.99)
-    accept."""
-    rl_correction_upper: float | None = flag(None, gt=1)
-    """Largest ratio of trainer to rollout probability that masked_is (default 2) and geometric (default 1.01)
-    accept."""
-    rl_correction_veto: float | None = flag(None, ge=1e-8, lt=1)
-    """Threshold of veto: reject a sequence in which one token's ratio of trainer to rollout probability is smaller
-    (default 1e-4)."""
-    rl_dual_clip: float | None = flag(None, gt=1)
-    """Dual clip (Ye et al., 2020): caps the loss of negative advantages at this multiple, e.g. 3. Default: off."""
-    rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None, derived=_aggregation)
     """Denominator of the loss over the global batch. Default of the policy loss: sequence-mean for gspo and sapo,
     token-mean for the others."""
-    calculate_per_token_loss: bool = flag(False)
-    """Megatron's flag for --rl-loss-aggregation token-mean."""
     rl_keep_zero_variance_groups: bool = flag(False)
     """Keep zero-variance groups (all rewards equal) in the loss. By default they are dropped. With an advantage
     relative to the whole step, they are dropped only if all rewards of the step are equal."""
@@ -231,9 +224,3 @@ def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"with --rl-advantage {algorithm.rl_advantage}, which is defined for the reward of a whole sample; use "
             "grpo, dr_grpo, rloo, gae or another one, or leave it out"
         )
-    if algorithm.rl_inference_logprobs_is_correction and algorithm.rl_correction != "token_tis":
-        text = f"means token_tis, but --rl-correction is {algorithm.rl_correction}; keep one of them"
-        yield "rl_inference_logprobs_is_correction", text
-    if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
-        text = f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them"
-        yield "calculate_per_token_loss", text

@@ -5,6 +5,7 @@ argparse is not used: it stops at the first problem, and it cannot name the near
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import sys
@@ -16,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.flags import Flag
+from megatron_rl.config.flags import Added, Flag, Second
 from megatron_rl.config.model_directory import read_adapter_directory, read_model_directory
 from megatron_rl.config.no_effect import NoEffect, no_effect
-from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
+from megatron_rl.config.rl_config import RLConfig, all_spellings, resolve
 from megatron_rl.config.rules import validate
 from megatron_rl.errors import MAX_VALUE, Problem, cut, one_line, shorten
 from megatron_rl.user_files import read_text
@@ -47,6 +48,8 @@ class Reading:
     """Values by field name, what is wrong, and the flags whose value was lost to a problem."""
 
     values: dict[str, Any] = field(default_factory=dict)
+    added: dict[tuple[str, str], Added] = field(default_factory=dict)
+    """Items of tuples, by field and second spelling."""
     derived: dict[str, Any] = field(default_factory=dict)
     """What a Hugging Face config.json or a checkpoint says and the user did not."""
     no_effect: dict[NoEffect, tuple[str, ...]] = field(default_factory=dict)
@@ -62,6 +65,28 @@ class Reading:
         """Defaults where nothing was said; not resolved."""
         config = RLConfig(typed=self.values, no_effect=self.no_effect, repeated=self.repeated)
         return config.with_values(**self.derived | self.values)
+
+    def take(self, flag: Flag, value: Any) -> None:
+        """Set the field of a flag, or what a value of a second spelling stands for."""
+        if not isinstance(flag, Second):
+            self.values[flag.name] = value
+            return
+        for name, meant in flag.sets(value).items():
+            if isinstance(meant, Added):
+                self.added[name, flag.name] = meant
+            elif value is not False:
+                self.values[name] = meant
+            elif self.values.get(name) == meant:  # a file switched it on
+                del self.values[name]
+            if value is False:
+                self.added.pop((name, flag.name), None)
+
+    def finish(self) -> None:
+        """Put the items of second spellings before those of the field's own, which hold where both set an option."""
+        order = [flag.name for flag, _ in all_spellings().values()]
+        for name, second in sorted(self.added, key=lambda key: order.index(key[1]), reverse=True):
+            self.values[name] = (str(self.added[name, second]), *self.values.get(name, ()))
+        self.added.clear()
 
     def refuse(self, flag: str | None, text: str, is_unknown: bool = False) -> None:
         """Note a problem."""
@@ -94,11 +119,12 @@ def read_flags(argv: Sequence[str]) -> Reading:
     typed = _read_command_line(argv, reading)
     files = [s.texts[0] for s in typed if s.spelling == "config" and len(s.texts) == 1]
     for path in files:  # in order, so that the later one wins
-        if _spellings()["config"][0].refusal(path) is None:  # else it is a problem below
+        if all_spellings()["config"][0].refusal(path) is None:  # else it is a problem below
             for setting in _read_yaml(path, reading):
                 _apply(setting, reading)
     for setting in typed:  # after the files, so that the command line wins
         _apply(setting, reading)
+    reading.finish()
     reading.repeated = tuple(_repeated(typed))
     reading.file_is_lost |= "--config" in reading.failed
     read_model_directory(reading)
@@ -166,7 +192,11 @@ def _compose(path: str) -> yaml.MappingNode | None:
 
 
 def _apply(setting: Setting, reading: Reading) -> None:
-    known, row = _spellings().get(setting.spelling), no_effect().get(setting.spelling)
+    known, row = all_spellings().get(setting.spelling), no_effect().get(setting.spelling)
+    one_value = no_effect().get(" ".join((setting.spelling, *setting.texts)))
+    if one_value is not None:
+        reading.no_effect[one_value] = ()
+        return
     if row is not None:
         if not (setting.from_file and setting.texts == ("false",)):  # a switch that is off
             reading.no_effect[row] = () if setting.from_file and row.is_switch else setting.texts
@@ -176,23 +206,29 @@ def _apply(setting: Setting, reading: Reading) -> None:
         return
     flag, switches_on = known
     try:
-        reading.values[flag.name] = value_of(flag, switches_on, setting.texts, setting.from_file)
+        reading.take(flag, value_of(flag, switches_on, setting.texts, setting.from_file))
     except ValueError as error:
         reading.refuse(flag.spelling, f"{setting.where} {error}")
         reading.failed.add(flag.spelling)
 
 
 def _repeated(typed: Sequence[Setting]) -> Iterator[str]:
-    given: dict[str, dict[str, None]] = {}
+    given: dict[tuple[str, str], dict[str, Any]] = {}
     for setting in typed:
-        known = _spellings().get(setting.spelling)
-        if known is not None and known[0].name != "config":  # whose files all count
-            words = given.setdefault(known[0].name, {})
+        flag, switches_on = all_spellings().get(setting.spelling, (None, True))
+        if flag is None or flag.name == "config":  # whose files all count
+            continue
+        with contextlib.suppress(ValueError):  # already a problem
+            value = value_of(flag, switches_on, setting.texts)
             written = cut(" ".join((setting.where, *setting.texts)), MAX_VALUE)
-            words.pop(written, None)
-            words[written] = None
-    for *earlier, last in filter(lambda words: len(words) > 1, given.values()):
-        yield f"{last} holds, which comes after {' and '.join(earlier)}"
+            for name, meant in flag.sets(value).items() if isinstance(flag, Second) else ((flag.name, value),):
+                words = given.setdefault((name, flag.name if isinstance(meant, Added) else ""), {})
+                words.pop(written, None)
+                words[written] = meant
+    for words in given.values():
+        *earlier, last = words
+        if any(words[each] != words[last] for each in earlier):
+            yield f"{last} holds, which comes after {' and '.join(earlier)}"
 
 
 def _hint(setting: Setting) -> str:
@@ -202,7 +238,8 @@ def _hint(setting: Setting) -> str:
         return foreign
     if "." in setting.spelling:  # none of ours has a dot, and what is near verl's means another thing
         return "--help-all lists all flags"
-    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], (*_spellings(), *no_effect()), n=1, cutoff=0.7)
+    known = (*all_spellings(), *no_effect())
+    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], known, n=1, cutoff=0.7)
     return f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
 
 
@@ -254,8 +291,3 @@ def value_of(flag: Flag, switches_on: bool, texts: Sequence[str], from_file: boo
     value = flag.convert(texts[0])
     return value == switches_on if flag.kind is bool else value
 
-
-@functools.cache
-def _spellings() -> dict[str, tuple[Flag, bool]]:
-    """Every accepted spelling -> its flag, and whether it switches a boolean on."""
-    return {text: (flag, on) for flag in all_flags() for text, on in flag.spellings.items()}

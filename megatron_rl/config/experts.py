@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from megatron_rl.config.flags import Finding, flag, flags_of, nearest_multiples, without_effect
+from megatron_rl.config.flags import Finding, flags_of, nearest_multiples, without_effect
 from megatron_rl.errors import Problem
 from megatron_rl.families.architecture import MOST_EXPERTS, expert_layers
+from megatron_rl.families.shape import ExpertOptions
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
@@ -20,34 +20,11 @@ _OF_ROUTERS = (
 """Flags of `ModelConfig` that only experts have."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
-    """Mixture-of-experts options of some families; --load-hf sets them from config.json."""
-
-    moe_layer_freq: str = flag("1")
-    """Which layers have experts: N for every Nth layer from the first on, or a list with 0 for dense layers, e.g.
-    ([0]*1+[1]*26)."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax")
-    """Score function of the router. sigmoid normalizes the scores of the chosen experts by their sum."""
-    moe_router_enable_expert_bias: bool = flag(False)
-    """Add a bias per expert to the scores for the choice of experts only (DeepSeek-V3). It is not trained."""
-    moe_router_topk_scaling_factor: float | None = flag(None, gt=0, le=1000)
-    """Factor of the chosen experts' weights, e.g. 2.5."""
-    moe_router_num_groups: int | None = flag(None, ge=2, le=2048)
-    """Group-limited routing: number of groups of experts, e.g. 8."""
-    moe_router_group_topk: int | None = flag(None, ge=1, le=2048)
-    """Group-limited routing: groups that a token's experts are chosen from, e.g. 4. A group counts as its best two."""
-    moe_shared_expert_intermediate_size: int | None = flag(None, ge=1, le=10_000_000)
-    """Width of the shared experts together, through which every token goes, e.g. 1408. Default: none."""
-    moe_shared_expert_gate: bool = flag(False)
-    """Multiply the shared experts' output by a sigmoid gate (Qwen2-MoE)."""
-
-
 def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Report settings that experts need, and that they cannot be combined with."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     if model.num_experts is None:
-        for name in (*_OF_ROUTERS, *(each.name for each in flags_of(ExpertConfig))):
+        for name in (*_OF_ROUTERS, *(each.name for each in flags_of(ExpertOptions))):
             if name in config.typed:
                 given = f"--{name.replace('_', '-')}"
                 what = f"{given} without --num-experts: dense layers have no router; add it, or leave out {given}"

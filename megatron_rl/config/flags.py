@@ -53,8 +53,8 @@ class Flag:
     lt: float | None = None
     off: str | None = None
     """What switches off a field that is on by default: ``--disable-bias-linear``."""
-    aliases: tuple[str, ...] = ()
-    """Further spellings."""
+    aliases: tuple[str | Second, ...] = ()
+    """Further spellings, and those with values of their own."""
     off_aliases: tuple[str, ...] = ()
     path: bool = False
     """It names a file or directory."""
@@ -83,11 +83,16 @@ class Flag:
         Each boolean has both, so that the command line can undo what a YAML file switched on.
         """
         on = self.name.replace("_", "-")
-        spellings = {on: True} | {alias.removeprefix("--"): True for alias in self.aliases}
+        spellings = {on: True} | {text.removeprefix("--"): True for text in self.aliases if isinstance(text, str)}
         if self.kind is bool:
             opposite = on.removeprefix("no-") if on.startswith("no-") else f"no-{on}"
             spellings |= {text.removeprefix("--"): False for text in (self.off or opposite, *self.off_aliases)}
         return spellings
+
+    @property
+    def seconds(self) -> list[Second]:
+        """Return the spellings with values of their own."""
+        return [alias for alias in self.aliases if isinstance(alias, Second)]
 
     def typed(self, value: Any) -> str:
         """Write a value as one types it: ``--lr 1e-06``, ``--no-bf16``; ``no --lr`` for None."""
@@ -127,6 +132,47 @@ class Flag:
             if bound is not None and broken(bound):
                 return f"must be {words} {bound}, got {shorten(value)}"
         return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Second(Flag):
+    """A second spelling with values of its own, such as ``--train-samples`` of ``--train-iters``; it has no field."""
+
+    sets: Callable[[Any], dict[str, Any]]
+    """Field -> what a value stands for; `Added` is one more item of a tuple, `InUnit` waits for `resolve`."""
+
+
+class Added(str):
+    """One item of a field that is a tuple."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InUnit:
+    """A number in the unit of a second spelling; ``of`` makes it one in the field's unit."""
+
+    spelling: str
+    number: float
+    of: Callable[[RLConfig, Any], Any]
+
+
+def second(spelling: str, kind: type, sets: Callable[[Any], dict[str, Any]], **declared: Any) -> Second:
+    """Make a second spelling.
+
+    Example: ``second("--recompute-activations", bool, lambda _: {"recompute_granularity": "selective"})``.
+    """
+    name = spelling.removeprefix("--").replace("-", "_")
+    choices = declared.pop("choices", ())
+    return Second(name=name, kind=kind, many=False, choices=choices, default=None, help="", sets=sets, **declared)
+
+
+def in_unit(spelling: str, field: str, kind: type, of: Callable[[RLConfig, Any], Any], **bounds: Any) -> Second:
+    """Make a spelling of ``field`` in another unit."""
+    return second(spelling, kind, lambda number: {field: InUnit(spelling, number, of)}, **bounds)
+
+
+def option(spelling: str, field: str, name: str, **bounds: Any) -> Second:
+    """Make a spelling of one option of ``field``: ``--rl-gamma 0.9`` is ``--rl-advantage-args gamma=0.9``."""
+    return second(spelling, float, lambda value: {field: Added(f"{name}={str(value).removesuffix('.0')}")}, **bounds)
 
 
 def flag(default: Any, **declared: Any) -> Any:

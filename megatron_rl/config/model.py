@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, divisors, flag, flags_of, nearest_multiples
 from megatron_rl.families.architecture import MOST_LAYERS
+from megatron_rl.families.shape import LayerOptions
 from megatron_rl.registry import PARSERS, REASONING
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ class ModelConfig:
     hf_config: str | None = flag(None, path=True)
     """Take the model's shape, not its weights, from a Hugging Face directory with config.json or a name on the hub. See
     --load-hf."""
-    num_layers: int | None = flag(None, ge=1, le=MOST_LAYERS, common=True, needed=(_SHAPE, "28"))
+    num_layers: int | None = flag(None, ge=1, le=MOST_LAYERS, needed=(_SHAPE, "28"))
     """Number of transformer layers."""
-    hidden_size: int | None = flag(None, ge=1, le=1_000_000, common=True, needed=(_SHAPE, "1536"))
+    hidden_size: int | None = flag(None, ge=1, le=1_000_000, needed=(_SHAPE, "1536"))
     """Width of the residual stream."""
     ffn_hidden_size: int | None = flag(None, ge=1, le=10_000_000, derived=_ffn_hidden_size, source="--hidden-size")
     """Width of the MLP. Default: 4 x hidden-size, or with --swiglu 8/3 x hidden-size, rounded to a multiple of 64."""
-    num_attention_heads: int | None = flag(None, ge=1, le=65_536, common=True, needed=(_SHAPE, "12"))
+    num_attention_heads: int | None = flag(None, ge=1, le=65_536, needed=(_SHAPE, "12"))
     """Number of query heads."""
     group_query_attention: bool = flag(False)
     """Use grouped-query attention, with --num-query-groups key and value heads."""
@@ -57,8 +58,6 @@ class ModelConfig:
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     max_position_embeddings: int | None = flag(None, ge=1, derived=lambda config, _: config.training.seq_length)
     """Longest sequence that the model accepts, in tokens. Default: --seq-length."""
-    position_embedding_type: Literal["rope"] = flag("rope")
-    """Position embedding; only rope is built (Megatron's default: learned_absolute)."""
     rotary_base: int = flag(10000, ge=1, le=10**12)
     """RoPE base frequency (theta), e.g. 1000000 for Qwen2.5."""
     rotary_percent: float = flag(1.0, gt=0, le=1)
@@ -200,40 +199,6 @@ def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Findi
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """Layer options of some model families (Gemma 3, Mistral, ...); --load-hf sets them from config.json."""
-
-    window_size: int | None = flag(None, ge=1)
-    """Sliding-window attention: a token attends to this many tokens including itself, e.g. 512."""
-    window_attn_skip_freq: int | None = flag(None, ge=2)
-    """Every this many layers, one layer uses full attention despite --window-size, e.g. 6."""
-    softmax_scale: float | None = flag(None, gt=0, le=100)
-    """Scale of the attention scores, e.g. 0.0625. Default: 1 / sqrt(kv-channels)."""
-    softmax_type: Literal["vanilla", "learnable"] = flag("vanilla")
-    """learnable: each head has an attention sink, a learned logit in its softmax that attends to nothing (gpt-oss)."""
-    rotary_base_local: int | None = flag(None, ge=1, le=10**12)
-    """RoPE base frequency of sliding-window layers, e.g. 10000. Default: --rotary-base."""
-    geglu: bool = flag(False)
-    """Use gated GELU (tanh approximation) in the MLP."""
-    quick_geglu: bool = flag(False)
-    """Use gated quick GELU, x * sigmoid(1.702 x), in the MLP (gpt-oss)."""
-    activation_func_clamp_value: float | None = flag(None, gt=0, le=10_000)
-    """Clamp the experts' gate from above and their up projection on both sides to this value, e.g. 7 (gpt-oss)."""
-    glu_linear_offset: float = flag(0.0, ge=0, le=10)
-    """Added to the experts' up projection before it is multiplied by the gate, e.g. 1 (gpt-oss)."""
-    apply_layernorm_1p: bool = flag(False)
-    """Normalization weights are stored minus 1 (Gemma)."""
-    sandwich_norm: bool = flag(False)
-    """Also normalize the outputs of attention and MLP before the residual addition (Gemma)."""
-    post_norm: bool = flag(False)
-    """Normalize the outputs of attention and MLP and not their inputs (OLMo 2)."""
-    qk_layernorm_across_heads: bool = flag(False)
-    """With --qk-layernorm: normalize queries, and keys, over all heads together (OLMo 2)."""
-    scale_embedding: bool = flag(False)
-    """Multiply embeddings by sqrt(hidden-size) (Gemma)."""
-
-
 _OF_GPT_OSS = {
     "window_size", "window_attn_skip_freq", "softmax_type", "quick_geglu", "activation_func_clamp_value",
     "glu_linear_offset",
@@ -250,7 +215,7 @@ def layer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     for name in ("window_attn_skip_freq", "rotary_base_local"):
         if getattr(layers, name) is not None and layers.window_size is None:
             yield name, "has no layers to tell apart without --window-size; add it"
-    used = {each.name: each.spelling for each in flags_of(LayerConfig) if getattr(layers, each.name) != each.default}
+    used = {each.name: each.spelling for each in flags_of(LayerOptions) if getattr(layers, each.name) != each.default}
     yield from _norm_problems(config)
     if not used:
         return

@@ -107,7 +107,8 @@ def _adapters_twice(reading: Reading) -> Problem | None:
 
 
 def _derive(reading: Reading, settings: Mapping[str, Any]) -> None:
-    reading.derived |= {name: value for name, value in settings.items() if name not in reading.values}
+    known = {flag.name for flag in all_flags()} - reading.values.keys()  # an earlier version saved more
+    reading.derived |= {name: value for name, value in settings.items() if name in known}
 
 
 def _read_checkpoint(reading: Reading, saved: SavedModel) -> Iterator[Problem]:

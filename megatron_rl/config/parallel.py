@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import Finding, divisors, flag, listed, nearest_multiples
+from megatron_rl.config.flags import Finding, InUnit, divisors, flag, in_unit, listed, nearest_multiples, second
 from megatron_rl.errors import Problem
 from megatron_rl.families.architecture import ONE_STAGE, Stages
 
@@ -19,13 +19,9 @@ GRAPHS_AFTER = 128
 20 ms more than a replay (0.5B and 7B on an H200), so a shorter job would not win back the capture."""
 
 
-def _virtual_stages(config: RLConfig, _: int) -> int | None:
-    """Megatron's other spelling says how many layers each has."""
-    parallel, layers = config.parallel, config.model.num_layers
-    each = parallel.num_layers_per_virtual_pipeline_stage
-    if each is None or layers is None:
-        return None
-    return max(1, layers // (parallel.pipeline_model_parallel_size * each))
+def _virtual_stages(config: RLConfig, layers_of_each: int) -> int | None:
+    layers = config.model.num_layers
+    return layers and max(1, layers // (config.parallel.pipeline_model_parallel_size * layers_of_each))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +33,13 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(1, ge=1)
     """Pipeline parallelism (PP): stages that the layers are split into, for training and rollouts."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, ge=1, source="--num-layers-per-virtual-pipeline-stage", derived=_virtual_stages
-    )
-    """Interleaved pipeline: chunks of layers per rank, e.g. 2. A shorter pipeline bubble for more communication."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, ge=1)
-    """Interleaved pipeline, given as layers per chunk."""
+        None, ge=1, aliases=(
+            in_unit("--num-layers-per-virtual-pipeline-stage", "num_virtual_stages_per_pipeline_rank", int,
+                    _virtual_stages, ge=1),
+        ),
+    )  # fmt: skip
+    """Interleaved pipeline: chunks of layers per rank, e.g. 2; the other spelling gives the layers of a chunk. A
+    shorter pipeline bubble for more communication."""
     decoder_first_pipeline_num_layers: int | None = flag(None, ge=1)
     """Layers of the first stage, which also holds the embedding. The other stages share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = flag(None, ge=1)
@@ -84,12 +82,14 @@ class KernelConfig:
     rl_fused_output_layer: bool = flag(False)
     """Compute log-probs from hidden states in chunks, without holding a micro-batch's logits. Saves memory and costs
     one more GEMM of the output layer."""
-    enable_cuda_graph: bool | None = flag(None)
+    enable_cuda_graph: bool | None = flag(
+        None, aliases=(
+            second("--cuda-graph-impl", str, lambda name: {"enable_cuda_graph": name == "local"},
+                   choices=("local", "none")),
+        ),
+    )  # fmt: skip
     """Capture decode steps in CUDA graphs, from the first one on. Default: on a GPU, after 128 decode steps, so that
     short jobs capture nothing. No effect on a CPU or when experts are computed in a loop."""
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] | None = flag(None)
-    """Megatron's newer flag: local means --enable-cuda-graph, none --no-enable-cuda-graph. CUDA graphs of Transformer
-    Engine layers are not supported."""
     rl_persist_cuda_graphs: bool = flag(False)
     """Keep the CUDA graphs when the KV cache is released for an update, at reserved addresses. By default they are
     captured again."""
@@ -101,11 +101,10 @@ class KernelConfig:
     use_cpu_initialization: bool = flag(False)
     """Initialize weights on the CPU, which gives the same numbers on every machine."""
     recompute_granularity: Literal["full", "selective"] | None = flag(
-        None, derived=lambda config, _: "selective" if config.kernels.recompute_activations else None
+        None, aliases=(second("--recompute-activations", bool, lambda _: {"recompute_granularity": "selective"}),)
     )
-    """Activation recomputation: full recomputes whole layers, selective the --recompute-modules."""
-    recompute_activations: bool = flag(False)
-    """Same as --recompute-granularity selective."""
+    """Activation recomputation: full recomputes whole layers, selective (--recompute-activations) the
+    --recompute-modules."""
     recompute_method: Literal["uniform", "block"] | None = flag(None)
     """With full: uniform recomputes groups of --recompute-num-layers layers, block only the first that many."""
     recompute_num_layers: int | None = flag(None, ge=1)
@@ -123,8 +122,7 @@ class KernelConfig:
     @property
     def graphs_after(self) -> int | None:
         """Eager decode steps before a GPU captures graphs: 0 if the user asks for them; None: they are switched off."""
-        by_impl = {"local": True, "none": False}.get(self.cuda_graph_impl)
-        asked = by_impl if self.enable_cuda_graph is None else self.enable_cuda_graph
+        asked = self.enable_cuda_graph
         return GRAPHS_AFTER if asked is None else 0 if asked else None
 
     @property
@@ -157,7 +155,7 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
 
 def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Report layers that stages cannot share."""
-    parallel, layers, stages = config.parallel, config.model.num_layers, config.stages
+    layers, stages = config.model.num_layers, config.stages
     size, chunks = stages.count, stages.chunks
     uneven = [f"--decoder-{end}-pipeline-num-layers" for end in ("first", "last") if getattr(stages, end) is not None]
     if size == 1:
@@ -165,14 +163,13 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         for name in (*uneven, *interleaved):
             yield Problem(name, f"{name} without --pipeline-model-parallel-size above 1 has no stages; leave it out")
         return
-    if parallel.num_layers_per_virtual_pipeline_stage is not None and layers:
-        each = layers // (size * chunks)
-        if each != parallel.num_layers_per_virtual_pipeline_stage or layers % (size * chunks):
-            yield "num_layers_per_virtual_pipeline_stage", (
-                f"does not cut --num-layers {layers} into chunks for {size} stages; use --num-layers-per-virtual-"
-                f"pipeline-stage {divisors(layers // size)}, or --num-virtual-stages-per-pipeline-rank"
-            )
-            return
+    given = config.typed.get("num_virtual_stages_per_pipeline_rank")
+    if isinstance(given, InUnit) and layers and given.number * size * chunks != layers:
+        yield "num_virtual_stages_per_pipeline_rank", (
+            f"does not cut --num-layers {layers} into chunks for {size} stages; use --num-layers-per-virtual-"
+            f"pipeline-stage {divisors(layers // size)}, or --num-virtual-stages-per-pipeline-rank"
+        )
+        return
     if layers and not stages.sizes(layers):
         yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
 
@@ -229,8 +226,6 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if kernels.attention_backend in ("fused", "unfused", "local"):
         yield "attention_backend", "has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash"
     if kernels.recompute_granularity == "full":
-        if kernels.recompute_activations:
-            yield "recompute_activations", "means selective, but --recompute-granularity is full; keep one"
         if kernels.recompute_method is None or count is None:
             yield "recompute_granularity", (
                 "needs to know which layers: give --recompute-method uniform --recompute-num-layers 1"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.config.flags import Flag, flags_of
@@ -20,6 +20,8 @@ _WIDTH = 110
 _INDENT = 6 * " "
 _HANGING = {"initial_indent": "  ", "subsequent_indent": _INDENT}
 _STARTS = ("megatron-rl train --nproc RANKS", "torchrun --nproc-per-node=RANKS train_rl.py")
+_OF_MODEL = ("model", "layers", "latent", "delta", "experts", "rotation")
+"""Sections that describe a model."""
 _HEADER = """# Flags
 
 Written by `python -m megatron_rl.config.reference` from the sections in `megatron_rl/config/`; do not edit.
@@ -36,11 +38,10 @@ def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS, about: str 
     lines += [f"{about[:1].upper()}{about[1:]}.", ""] if about else []
     if own:
         lines += ["for this command:", *(line for flag in all_flags() if flag.name in own for line in _entry(flag)), ""]
-    for section, cls in section_classes().items():
-        shown = [flag for flag in flags_of(cls) if flag.common or not common_only]
+    for section, about, flags in _sections():
+        shown = [flag for flag in flags if flag.common or not common_only]
         if shown:
-            lines += [f"{section}: {cls.__doc__.splitlines()[0]}"]
-            lines += [*(line for flag in shown for line in _entry(flag)), ""]
+            lines += [f"{section}: {about}", *(line for flag in shown for line in _entry(flag)), ""]
     if common_only:
         lines += [f"These are the common flags; --help-all lists all {len(all_flags())}."]
     else:
@@ -48,6 +49,17 @@ def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS, about: str 
         for row in dict.fromkeys(no_effect().values()):
             lines += textwrap.wrap(f"{', '.join(row.spellings)} ({row.values}): {row.why}", _WIDTH, **_HANGING)
     return "\n".join(lines).rstrip().replace("``", "") + "\n"  # of docstrings; a terminal shows them as they are
+
+
+def _sections() -> Iterator[tuple[str, str, list[Flag]]]:
+    """Yield name, meaning and flags; a model's, which its config.json says, are one section, the last."""
+    of_model: list[Flag] = []
+    for section, cls in section_classes().items():
+        if section in _OF_MODEL:
+            of_model += flags_of(cls)
+        else:
+            yield section, cls.__doc__.splitlines()[0], [*flags_of(cls)]
+    yield "model", "The model's architecture, with Megatron's names; --load-hf reads it from config.json.", of_model
 
 
 def _entry(flag: Flag) -> list[str]:
@@ -63,9 +75,9 @@ def _entry(flag: Flag) -> list[str]:
 def reference_text() -> str:
     """Return the whole page."""
     lines = [_HEADER]
-    for section, cls in section_classes().items():
-        lines += [f"## {section}", "", cls.__doc__.splitlines()[0], ""]
-        lines += ["| Flag | Values | Default | Meaning |", "|---|---|---|---|", *map(_row, flags_of(cls)), ""]
+    for section, about, flags in _sections():
+        lines += [f"## {section}", "", about, ""]
+        lines += ["| Flag | Values | Default | Meaning |", "|---|---|---|---|", *map(_row, flags), ""]
     lines += ["## Without effect", "", "| Flag | Values | Why |", "|---|---|---|"]
     for row in dict.fromkeys(no_effect().values()):
         lines.append(f"| {', '.join(f'`{text}`' for text in row.spellings)} | {row.values} | {row.why} |")
@@ -101,7 +113,12 @@ def _meaning(flag: Flag, quote: str = "") -> str:
     text = f"Turns off: {flag.help[:1].lower()}{flag.help[1:]}" if flag.off else flag.help
     if flag.names_of is not None:
         text += f" Available: {', '.join(flag.names_of.names())}."
-    others = [f"{quote}{alias}{quote}" for alias in (flag.off_aliases if flag.off else flag.aliases)]
+    aliases = flag.off_aliases if flag.off else flag.aliases
+    others = []
+    for each in aliases:
+        names = (each,) if isinstance(each, str) else (each.spelling, *each.aliases)
+        values = "" if isinstance(each, str) or each.kind is bool else f" {_values(each)}"
+        others.append(" or ".join(f"{quote}{name}{quote}" for name in names) + values)
     return f"{text} Also {', '.join(others)}." if others else text
 
 

@@ -13,22 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
 from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
-from megatron_rl.config.delta import DeltaConfig
-from megatron_rl.config.experts import ExpertConfig
-from megatron_rl.config.flags import Flag, flags_of
-from megatron_rl.config.latent import LatentConfig
+from megatron_rl.config.flags import Flag, InUnit, flags_of
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.model import LayerConfig, ModelConfig, TokenizerConfig
+from megatron_rl.config.model import ModelConfig, TokenizerConfig
 from megatron_rl.config.no_effect import NoEffect
 from megatron_rl.config.parallel import KernelConfig, ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
 from megatron_rl.config.records import CheckpointConfig, LoggingConfig
 from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig
-from megatron_rl.config.rotation import RotationConfig
 from megatron_rl.config.training import CriticConfig, OptimizerConfig, ScheduleConfig, TeacherConfig, TrainingConfig
 from megatron_rl.errors import Problem
 from megatron_rl.families.architecture import Architecture, ExpertShare, Stages, padded_vocabulary
 from megatron_rl.families.layout import Head, ModelLayout
+from megatron_rl.families.shape import DeltaRule, ExpertOptions, LatentAttention, LayerOptions, RotationOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +37,11 @@ class RLConfig:
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    layers: LayerConfig = field(default_factory=LayerConfig)
-    latent: LatentConfig = field(default_factory=LatentConfig)
-    delta: DeltaConfig = field(default_factory=DeltaConfig)
-    experts: ExpertConfig = field(default_factory=ExpertConfig)
-    rotation: RotationConfig = field(default_factory=RotationConfig)
+    layers: LayerOptions = field(default_factory=LayerOptions)
+    latent: LatentAttention = field(default_factory=LatentAttention)
+    delta: DeltaRule = field(default_factory=DeltaRule)
+    experts: ExpertOptions = field(default_factory=ExpertOptions)
+    rotation: RotationOptions = field(default_factory=RotationOptions)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -82,6 +79,8 @@ class RLConfig:
     def problem(self, name: str, text: str) -> Problem:
         """Make the problem ``--min-lr 1 <text>``; of a value that the user did not give, with what it comes from."""
         flag, value, source = f"--{name.replace('_', '-')}", self.value(name), _declared()[name][1].source
+        if isinstance(typed := self.typed.get(name), InUnit):
+            flag, value = typed.spelling, typed.number
         shown = "" if value is None or isinstance(value, bool) else f" {value}"
         if isinstance(value, tuple):
             shown = f" {' '.join(value)}"
@@ -192,27 +191,13 @@ class RLConfig:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, from --train-iters or --train-samples."""
-        return self._steps(self.training.train_iters, self.training.train_samples)
-
-    @property
-    def lr_warmup_steps(self) -> int:
-        """Steps of learning-rate warm-up, whichever of the three flags gave it."""
-        schedule = self.schedule
-        if schedule.lr_warmup_fraction is not None:
-            return int(schedule.lr_warmup_fraction * self.lr_decay_steps)
-        return self._steps(schedule.lr_warmup_iters, schedule.lr_warmup_samples)
+        """Steps of the whole run."""
+        return self.training.train_iters or 0
 
     @property
     def lr_decay_steps(self) -> int:
         """Steps after which the learning rate is at its minimum."""
-        decay = self._steps(self.schedule.lr_decay_iters, self.schedule.lr_decay_samples)
-        return decay or self.total_steps
-
-    @property
-    def lr_wsd_decay_steps(self) -> int:
-        """Steps of the last phase of WSD; 0 for other styles."""
-        return self._steps(self.schedule.lr_wsd_decay_iters, self.schedule.lr_wsd_decay_samples)
+        return self.schedule.lr_decay_iters or self.total_steps
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -242,10 +227,6 @@ class RLConfig:
     def _model_dtype(self) -> str:
         return "bf16" if self.precision.bf16 else "fp32"
 
-    def _steps(self, iters: int | None, samples: int | None) -> int:
-        """Return a length in steps that was given in steps or samples."""
-        return iters or (samples or 0) // (self.samples_per_step or 1)
-
 
 @functools.cache
 def section_classes() -> dict[str, type]:
@@ -258,6 +239,13 @@ def section_classes() -> dict[str, type]:
 def all_flags() -> tuple[Flag, ...]:
     """Return every flag of every section."""
     return tuple(flag for cls in section_classes().values() for flag in flags_of(cls))
+
+
+@functools.cache
+def all_spellings() -> dict[str, tuple[Flag, bool]]:
+    """Return every accepted spelling, without dashes: its flag, or `Second`, and whether it switches a boolean on."""
+    flags = [each for flag in all_flags() for each in (flag, *flag.seconds)]
+    return {text: (each, on) for each in flags for text, on in each.spellings.items()}
 
 
 @functools.cache
@@ -275,8 +263,13 @@ def resolve(config: RLConfig, world_size: int) -> RLConfig:
     if config.training.eval_only:
         config = replace(config, schedule=ScheduleConfig())  # a training command's is of another length
     for flag in all_flags():
-        if flag.derived is not None and config.value(flag.name) is None:
-            config = config.with_values(**{flag.name: flag.derived(config, world_size)})
+        value = config.value(flag.name)
+        if isinstance(value, InUnit):
+            value = value.of(config, value.number)
+        if value is None and flag.derived is not None:
+            value = flag.derived(config, world_size)
+        if value is not config.value(flag.name):
+            config = config.with_values(**{flag.name: value})
     return config
 
 
@@ -299,7 +292,7 @@ def _implied(config: RLConfig) -> dict[str, Any]:
         unset = {name for name in aligned if name not in config.typed and config.value(name) in ("none", "plain")}
         values |= {name: value for name, value in aligned.items() if name in unset}
     if config.training.eval_only:  # it takes weights and no step: what only training needs has any value
-        values |= {"perform_rl_step": False, "train_samples": None, "train_iters": 1, "eval_interval": 1}
+        values |= {"perform_rl_step": False, "train_iters": 1, "eval_interval": 1}
         values |= {"rl_router_replay": False, "rl_train_forward": "plain", "rl_train_backward": "plain"}
         values |= {"finetune": True, "resume": False}
         values |= {"lr": config.optimizer.lr or 1.0}

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_rl.config.algorithm import algorithm_problems, dynamic_sampling_problems, partial_rollout_problems
-from megatron_rl.config.delta import delta_problems
+from megatron_rl.config.attention import delta_problems, latent_problems, latent_size_problems, rotation_problems
 from megatron_rl.config.experts import expert_problems
-from megatron_rl.config.flags import Finding, flags_of
-from megatron_rl.config.latent import latent_problems, latent_size_problems
+from megatron_rl.config.flags import Finding, InUnit, flags_of
 from megatron_rl.config.lora import lora_problems
 from megatron_rl.config.model import ModelConfig, layer_problems, shape_problems
 from megatron_rl.config.no_effect import no_effect_problems
@@ -32,7 +31,6 @@ from megatron_rl.config.precision import (
 from megatron_rl.config.records import record_problems
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, section_classes
 from megatron_rl.config.rollout import cache_size_problems, length_problems, sampling_problems
-from megatron_rl.config.rotation import rotation_problems
 from megatron_rl.config.training import (
     TeacherConfig,
     batch_problems,
@@ -86,7 +84,8 @@ def _bounds(config: RLConfig) -> Iterator[Problem]:
     """Check choices and bounds of values that were not typed: from a directory, or built in code."""
     for flag in all_flags():
         value = config.value(flag.name)
-        why = None if value is None or flag.many else flag.refusal(value)
+        in_unit = InUnit in map(type, (value, config.typed.get(flag.name)))  # its spelling has bounds of its own
+        why = None if value is None or flag.many or in_unit else flag.refusal(value)
         if why is not None:
             yield Problem(flag.spelling, f"{flag.spelling} {why}")
 
@@ -164,11 +163,6 @@ def _notes_on_values(config: RLConfig) -> Iterator[str]:
 
 def _notes_on_graphs(config: RLConfig) -> Iterator[str]:
     kernels = config.kernels
-    if kernels.cuda_graph_impl == "transformer_engine":
-        yield (
-            "--cuda-graph-impl transformer_engine has no effect: graphs of Transformer Engine's layers are not built; "
-            "local captures the rollouts' decode step"
-        )
     if kernels.rl_persist_cuda_graphs and kernels.graphs_after is None:
         yield "--rl-persist-cuda-graphs has no effect: without CUDA graphs there are none to keep"
     if kernels.graphs_after == 0 and (reason := why_uncaptured(config)):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import Finding, flag, nearest_divisors, nearest_multiples, without_effect
+from megatron_rl.config.flags import Finding, Second, flag, in_unit, nearest_divisors, nearest_multiples, without_effect
 from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ def _global_batch_size(config: RLConfig, world_size: int) -> int | None:
     return config.training.micro_batch_size * config.data_parallel_size(world_size)
 
 
+def _in_samples(spelling: str, field: str, least: int = 1) -> Second:
+    """Make Megatron's spelling of a length in samples."""
+    return in_unit(spelling, field, int, lambda config, samples: samples // (config.samples_per_step or 1), ge=least)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length of the run, batch sizes, evaluation and stopping."""
@@ -28,16 +33,14 @@ class TrainingConfig:
     overrides all."""
     perform_rl_step: bool = flag(False, common=True)
     """Train by RL. Without it, the run is SFT on the environments' demonstrations."""
-    train_iters: int | None = flag(None, ge=1, common=True)
-    """Number of steps, e.g. 200. An RL step is a rollout with all its updates, an SFT step one update. Or give
-    --train-samples."""
-    train_samples: int | None = flag(None, ge=1)
-    """Number of samples, counting each rollout once, e.g. 100000. Or give --train-iters."""
     micro_batch_size: int = flag(1, ge=1)
     """Full-length sequences per micro-batch; sets --rl-sequence-packing-bin-size."""
     global_batch_size: int | None = flag(None, ge=1, common=True, derived=_global_batch_size)
     """Most samples per optimizer update, e.g. 512. A rollout whose samples are dropped makes fewer updates. Default:
     all samples of a rollout; in SFT one micro-batch per replica."""
+    train_iters: int | None = flag(None, ge=1, common=True, aliases=(_in_samples("--train-samples", "train_iters"),))
+    """Number of steps, e.g. 200. An RL step is a rollout with all its updates, an SFT step one update. Or the number of
+    samples, counting each rollout once, e.g. --train-samples 100000."""
     seq_length: int | None = flag(None, ge=2, common=True, needed=("batches are sized by it", "4096"))
     """Longest training sequence, prompt included, in tokens, e.g. 4096."""
     rl_sequence_packing_bin_size: int | None = flag(
@@ -105,24 +108,27 @@ class ScheduleConfig:
     """Shape of the decay from --lr to --min-lr."""
     min_lr: float = flag(0.0, ge=0)
     """Learning rate at the end of the decay."""
-    lr_warmup_iters: int = flag(0, ge=0)
-    """Steps of linear warm-up, e.g. 10."""
-    lr_warmup_samples: int = flag(0, ge=0)
-    """Samples of linear warm-up."""
-    lr_warmup_fraction: float | None = flag(None, ge=0, lt=1)
-    """Warm-up as a fraction of the decay, e.g. 0.03, instead of the two flags above."""
+    lr_decay_iters: int | None = flag(
+        None, ge=1, aliases=(_in_samples("--lr-decay-samples", "lr_decay_iters"),),
+        derived=lambda config, _: config.training.train_iters or None,
+    )
+    """Steps, or samples, until --min-lr is reached. Default: --train-iters."""
+    lr_warmup_iters: int = flag(
+        0, ge=0, aliases=(
+            _in_samples("--lr-warmup-samples", "lr_warmup_iters", 0),
+            in_unit("--lr-warmup-fraction", "lr_warmup_iters", float,
+                    lambda config, share: int(share * config.lr_decay_steps), ge=0, lt=1),
+        ),
+    )  # fmt: skip
+    """Steps of linear warm-up, e.g. 10; or samples, or a fraction of the decay, e.g. 0.03."""
     lr_warmup_init: float = flag(0.0, ge=0)
     """Learning rate at the start of the warm-up."""
-    lr_decay_iters: int | None = flag(None, ge=1, derived=lambda config, _: config.training.train_iters)
-    """Steps until --min-lr is reached. Default: --train-iters."""
-    lr_decay_samples: int | None = flag(None, ge=1, derived=lambda config, _: config.training.train_samples)
-    """Samples until --min-lr is reached. Default: --train-samples."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
     """Shape of the decay phase of WSD (warm-up, stable, decay)."""
-    lr_wsd_decay_iters: int | None = flag(None, ge=1)
-    """Steps of the decay phase of WSD."""
-    lr_wsd_decay_samples: int | None = flag(None, ge=1)
-    """Samples of the decay phase of WSD."""
+    lr_wsd_decay_iters: int | None = flag(
+        None, ge=1, aliases=(_in_samples("--lr-wsd-decay-samples", "lr_wsd_decay_iters"),)
+    )
+    """Steps, or samples, of the decay phase of WSD."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +181,8 @@ def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
     """Report batches that do not divide what a step brings."""
     training, algorithm, replicas = config.training, config.algorithm, config.data_parallel_size(world_size)
     batch, samples = training.global_batch_size, config.samples_per_step
-    if training.train_samples is not None and training.train_samples < samples:
-        yield "train_samples", f"is less than one step of {samples} samples; use at least {samples}"
+    if training.train_iters == 0:
+        yield "train_iters", f"is less than one step of {samples} samples; use at least {samples}"
     parallel = config.parallel
     if training.rl_share_prompts and (parallel.context_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1):
         yield "rl_share_prompts", (
@@ -202,10 +208,8 @@ def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
 def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Report a length of the run, and learning rates, that do not fit."""
     training, schedule, lr = config.training, config.schedule, config.optimizer.lr
-    if training.train_iters is None and training.train_samples is None and not training.estimate:
+    if training.train_iters is None and not training.estimate:
         yield "train_iters", "is missing: the run needs an end; give --train-iters N or --train-samples N"
-    if training.train_iters is not None and training.train_samples is not None:
-        yield "train_iters", f"and --train-samples {training.train_samples} are two lengths of one run; keep one"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield "optimizer", (
             "with --use-distributed-optimizer, which spreads the state of adam only; leave it out, or use --optimizer "
@@ -218,18 +222,9 @@ def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 
 def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """Report phases of the schedule that are counted in another unit than the run, or do not fit the decay."""
-    training, schedule = config.training, config.schedule
-    by_steps = training.train_samples is None
-    length, unit, other = ("train-iters", "iters", "samples") if by_steps else ("train-samples", "samples", "iters")
-    if by_steps != (training.train_iters is None):
-        for phase in ("warmup", "decay", "wsd_decay"):
-            if getattr(schedule, f"lr_{phase}_{other}"):
-                right = f"--lr-{phase.replace('_', '-')}-{unit}"
-                yield f"lr_{phase}_{other}", f"with --{length}: run and schedule are counted in one unit; use {right}"
-        if schedule.lr_warmup_fraction is not None and getattr(schedule, f"lr_warmup_{unit}"):
-            yield "lr_warmup_fraction", f"and --lr-warmup-{unit} both set the warm-up; keep one of them"
-    warmup, decay, last = config.lr_warmup_steps, config.lr_decay_steps, config.lr_wsd_decay_steps
+    """Report phases of the schedule that do not fit the decay."""
+    schedule, decay = config.schedule, config.lr_decay_steps
+    warmup, last = schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
     if decay and warmup >= decay:
         yield Problem(
             None,
@@ -238,8 +233,8 @@ def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         )
     if schedule.lr_decay_style != "WSD":
         return
-    if schedule.lr_wsd_decay_iters is None and schedule.lr_wsd_decay_samples is None:
-        yield "lr_decay_style", f"needs the length of its last phase; give --lr-wsd-decay-{unit} N"
+    if last is None:
+        yield "lr_decay_style", "needs the length of its last phase; give --lr-wsd-decay-iters N"
     elif decay and warmup + last > decay:
         yield "lr_decay_style", (
             f": a warm-up of {warmup} and a last phase of {last} steps do not fit a decay of {decay}; use at most "

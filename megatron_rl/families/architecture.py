@@ -7,7 +7,9 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
+
+from megatron_rl.families.shape import DeltaRule, ExpertOptions, LatentAttention, LayerOptions, RotationOptions
 
 MOST_LAYERS = 1000
 MOST_EXPERTS = 100_000
@@ -47,7 +49,7 @@ YARN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(RotationOptions, ExpertOptions, LayerOptions, LatentAttention, DeltaRule):
     """A decoder with rotary positions. Fields are named like their flags; `kinds` derives each layer from them."""
 
     num_layers: int
@@ -70,59 +72,13 @@ class Architecture:
     moe_ffn_hidden_size: int | None = None
     moe_router_topk: int = 2
     moe_router_pre_softmax: bool = False
-    moe_layer_freq: str = "1"
-    moe_router_score_function: str = "softmax"
-    moe_router_enable_expert_bias: bool = False
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
     untie_embeddings_and_output_weights: bool
     init_method_std: float
     normalization: str = "RMSNorm"
     swiglu: bool = True
     add_bias_linear: bool = False
-    position_embedding_type: str = "rope"
+    position_embedding_type: ClassVar[str] = "rope"
     rotary_percent: float = 1.0
-    rotary_seq_len_interpolation_factor: float | None = None
-    rope_type: str = "rope"
-    rotary_scaling_factor: float = 1.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    correction_range_round_to_int: bool = True
-    rotary_base_local: int | None = None
-    window_size: int | None = None
-    window_attn_skip_freq: int | None = None
-    softmax_scale: float | None = None
-    softmax_type: str = "vanilla"
-    geglu: bool = False
-    quick_geglu: bool = False
-    activation_func_clamp_value: float | None = None
-    glu_linear_offset: float = 0.0
-    apply_layernorm_1p: bool = False
-    sandwich_norm: bool = False
-    post_norm: bool = False
-    qk_layernorm_across_heads: bool = False
-    scale_embedding: bool = False
-    multi_latent_attention: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_head_dim: int | None = None
-    qk_pos_emb_head_dim: int | None = None
-    v_head_dim: int | None = None
-    rl_mla_absorb: bool = True
-    attention_output_gate: bool = False
-    linear_attention_freq: str | None = None
-    linear_conv_kernel_dim: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_joint_projections: bool = False
 
     @property
     def is_gated(self) -> bool:

@@ -27,7 +27,7 @@ class EngineOptions:
 
     max_batch_size: int
     max_sequence_length: int
-    steps_per_host_read: int = 8
+    decode_steps_per_sync: int = 8
     prefill_token_budget: int = 8192
     cache_budget_gb: float | None = None
     block_size: int | None = None
@@ -36,7 +36,7 @@ class EngineOptions:
     """Dtype of the KV cache: bf16 or E4M3; None: the model's dtype."""
     graphs: GraphOptions | None = None
     """None: decode steps run eagerly."""
-    reuse_prefixes: bool = True
+    prefix_reuse: bool = True
     """Reuse cached prefixes of prompts."""
     kv_overcommit: float = 1.0
     """Ratio of promised to existing KV blocks; 1: every sequence has room for its longest length."""

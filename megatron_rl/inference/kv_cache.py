@@ -214,7 +214,7 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     length, sequence_bytes, state_bytes = _sequence_sizes(policy, options)
     kernel, layout, budget = policy.attention.cache, policy.layout, options.cache_budget_gb
     layers, has_states = [layer.cache for layer in layout.key_layers], state_bytes > 0  # on any stage: all decide alike
-    rows, stored, reuses = options.max_batch_size, options.kv_cache_dtype, options.reuse_prefixes
+    rows, stored, reuses = options.max_batch_size, options.kv_cache_dtype, options.prefix_reuse
     for problem in policy.attention.block_problems(options.block_size, options.kv_overcommit):
         raise EngineError(problem.text)
     if kernel.layout == "rows" or has_states:  # every row has a state, be its sequence as short as it may
@@ -269,7 +269,7 @@ def _sequence_sizes(policy: PolicyModel, options: EngineOptions) -> tuple[int, i
     routing = length * layout.routing_bytes if options.records_routing else 0
     numbers = layout.slot_numbers(length)
     stored = (options.kv_cache_dtype or policy.dtype).itemsize
-    return length, numbers * stored + routing, layout.state_bytes(policy.dtype.itemsize) * (1 + options.reuse_prefixes)
+    return length, numbers * stored + routing, layout.state_bytes(policy.dtype.itemsize) * (1 + options.prefix_reuse)
 
 
 def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:

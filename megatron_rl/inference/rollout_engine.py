@@ -51,7 +51,7 @@ class RolloutEngine(Engine):
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
         self.kv_format = self.cache.format
         self._scheduler = Scheduler(
-            self.max_batch_size, options.prefill_token_budget, self._blocks, options.steps_per_host_read
+            self.max_batch_size, options.prefill_token_budget, self._blocks, options.decode_steps_per_sync
         )
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(stop_token_ids)] = True
@@ -193,7 +193,7 @@ class RolloutEngine(Engine):
         begun = (sequence for chunk in chunks if chunk.is_last for sequence in chunk.sequences)
         if any(sequence.request.hints.streams for sequence in (running if is_calm else begun)):
             return 1
-        most, seen = self._options.steps_per_host_read, self.statistics
+        most, seen = self._options.decode_steps_per_sync, self.statistics
         stops = any(group.request.sampling.stop for group in self._groups.values())
         if self.cache.device.type != "cpu" or stops or seen.completions == 0:
             return most
@@ -341,5 +341,5 @@ def _overlap_steps(options: EngineOptions, device: torch.device) -> int:
     if options.kv_overcommit > 1 or options.records_routing:
         return 0
     if options.overlap_steps is None:
-        return options.steps_per_host_read // 4 if device.type == "cuda" else 0
+        return options.decode_steps_per_sync // 4 if device.type == "cuda" else 0
     return options.overlap_steps

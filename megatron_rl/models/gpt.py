@@ -237,7 +237,7 @@ def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLay
         block_spec(settings, kinds),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=max(model.max_position_embeddings, config.training.seq_length),
-        position_embedding_type=model.position_embedding_type,
+        position_embedding_type=layout.architecture.position_embedding_type,
         rotary_base=model.rotary_base,
         rotary_percent=model.rotary_percent,
         seq_len_interpolation_factor=layout.architecture.rotary_seq_len_interpolation_factor,

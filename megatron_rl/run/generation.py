@@ -73,8 +73,8 @@ def build_engine(
         )  # fmt: skip
     options = EngineOptions(
         max_batch_size=rollout.inference_max_batch_size, max_sequence_length=rollout.inference_max_seq_length,
-        steps_per_host_read=rollout.rl_decode_steps_per_sync,
-        prefill_token_budget=rollout.inference_dynamic_batching_max_tokens, reuse_prefixes=rollout.rl_prefix_reuse,
+        decode_steps_per_sync=rollout.rl_decode_steps_per_sync,
+        prefill_token_budget=rollout.inference_dynamic_batching_max_tokens, prefix_reuse=rollout.rl_prefix_reuse,
         kv_overcommit=rollout.rl_kv_overcommit,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         graphs=None if after is None else GraphOptions(rollout.inference_dynamic_batching_num_cuda_graphs, after),

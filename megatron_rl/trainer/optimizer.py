@@ -156,7 +156,7 @@ class Schedule:
     """
 
     def __init__(self, optimizer: MegatronOptimizer, config: RLConfig) -> None:
-        schedule, peak, warmup = config.schedule, config.optimizer.lr, config.lr_warmup_steps
+        schedule, peak, warmup = config.schedule, config.optimizer.lr, config.schedule.lr_warmup_iters
         # Megatron's inverse square root uses the step number n itself, sqrt(warm-up / n): shifting it by one, as below,
         # would make it sqrt((warm-up - 1) / (n - 1)).
         self._first = 1 if schedule.lr_decay_style == "inverse-square-root" else 0
@@ -167,7 +167,7 @@ class Schedule:
             lr_decay_steps=config.lr_decay_steps, lr_decay_style=schedule.lr_decay_style,
             start_wd=config.optimizer.weight_decay, end_wd=config.optimizer.weight_decay,
             wd_incr_steps=config.lr_decay_steps, wd_incr_style="constant",
-            wsd_decay_steps=config.lr_wsd_decay_steps or None, lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+            wsd_decay_steps=schedule.lr_wsd_decay_iters or None, lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         )  # fmt: skip
         self.set_step(finished_steps=0)
 

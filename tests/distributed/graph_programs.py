@@ -22,7 +22,7 @@ from tests.support.generation import ragged_requests
 from tests.support.tape import TapeRecorder
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
-OPTIONS = EngineOptions(16, 48, graphs=GraphOptions(16, after=10), steps_per_host_read=4)
+OPTIONS = EngineOptions(16, 48, graphs=GraphOptions(16, after=10), decode_steps_per_sync=4)
 
 
 class Recorder(TapeRecorder):

@@ -38,7 +38,7 @@ def test_the_cache_changes_nothing(one_rank: object, architecture: dict[str, obj
     randomise_vectors(policy)
     requests = ragged_requests(7, greedy=True, max_new_tokens=20)
     # Three slots: refills and compaction are on the way.
-    groups = generate(policy, rollout_engine(policy, max_batch_size=3, steps_per_host_read=3), requests)
+    groups = generate(policy, rollout_engine(policy, max_batch_size=3, decode_steps_per_sync=3), requests)
 
     with rollout_mode(policy):
         expected = [greedy_without_cache(policy, r.prompt_ids, r.sampling.max_new_tokens) for r in requests]

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.algorithms import StepRewards, Terms, TokenBatch
 from megatron_rl.algorithms.batch import Sample
-from megatron_rl.algorithms.extension import Function
+from megatron_rl.algorithms.extension import Function, loss_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.errors import MegatronRLError
@@ -120,8 +120,8 @@ class PlainUpdate:
         )  # fmt: skip
         self._clip_grad = settings.clip_grad
         self._micro_batch = config.training.micro_batch_size
-        algorithm = config.algorithm
-        self._clip_range = 1 - algorithm.grpo_clamp_eps_lower, 1 + algorithm.grpo_clamp_eps_upper
+        loss = loss_of(config)
+        self._clip_range = 1 - loss.clamp_eps_lower, 1 + loss.clamp_eps_upper
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[float, float]:
         """One update; returns its loss and the norm of its gradient before clipping."""

@@ -26,7 +26,7 @@ class Block:
     """Base class of a file's ``BLOCK``, which also inherits from megatron's module and has no constructor."""
 
     settings: type[TransformerConfig] = TransformerConfig
-    """Config class of megatron's module; its additional fields come from flags in `LayerConfig`."""
+    """Config class of megatron's module; its additional fields come from flags in `LayerOptions`."""
     expects: Mapping[str, Any] = {}
     """Megatron settings that must have these values, because `decode` implements no others."""
     module: type[torch.nn.Module] | None = None

@@ -45,7 +45,7 @@ PUBLISHED_COMMAND = """
 DIFFERENT = {
     "langrl_env_config", "ckpt_format", "save", "load", "tensorboard_dir", "run_dir", "config",
     "wandb_project", "wandb_exp_name", "wandb_save_dir", "pretrained_checkpoint", "finetune", "resume", "log_interval",
-    "cuda_graph_impl", "rl_offload_optimizer_during_inference",
+    "enable_cuda_graph", "rl_offload_optimizer_during_inference",
 }  # fmt: skip
 """Where the recipe's values are others: places, CUDA graphs by default, and what its files say why."""
 
@@ -92,7 +92,7 @@ def test_its_values_arrive(flags):
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (64, 5120, 27648)
     assert (model.num_attention_heads, model.num_query_groups, model.kv_channels) == (40, 8, 128)
     assert (model.rotary_base, model.add_bias_linear, model.add_qkv_bias) == (1000000, False, True)
-    assert (algorithm.grpo_clamp_eps_lower, algorithm.grpo_clamp_eps_upper) == (0.2, 0.28)
+    assert algorithm.rl_policy_loss_args == ("clamp_eps_lower=0.2", "clamp_eps_upper=0.28")
     assert config.samples_per_step == config.training.global_batch_size == 1024
     assert config.total_steps == 47683
     # 2 x 64 layers x 1 head a rank x 128 channels x 2 bytes a token.

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from megatron_rl.config.flags import Flag
+from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.no_effect import NoEffect, no_effect, no_effect_problems
-from megatron_rl.config.reference import REFERENCE, main, reference_text
+from megatron_rl.config.reference import REFERENCE, help_text, main, reference_text
 from megatron_rl.config.rl_config import all_flags, resolve, section_classes
 from megatron_rl.config.rules import notes
 from tests.support.flags import parse_config
@@ -66,7 +66,8 @@ def test_a_wrong_value_of_a_flag_without_effect_is_a_line(argv: list[str], text:
 
 
 def test_every_spelling_and_field_name_belongs_to_one_flag():
-    spellings = Counter([*(text for flag in all_flags() for text in flag.spellings), *no_effect()])
+    flags = [each for flag in all_flags() for each in (flag, *flag.seconds)]
+    spellings = Counter([*(text for flag in flags for text in flag.spellings), *no_effect()])
     names = Counter(flag.name for flag in all_flags())
     assert [text for text, count in spellings.items() if count > 1] == []
     assert [name for name, count in names.items() if count > 1] == []
@@ -86,6 +87,14 @@ def test_every_switch_works_both_ways():
 
 def test_about_twenty_flags_are_common():
     assert 18 <= sum(flag.common for flag in all_flags()) <= 26
+
+
+def test_the_shape_of_a_model_is_one_section_that_the_short_help_leaves_out():
+    own = {flag.spelling for name in SECTIONS[:6] for flag in flags_of(section_classes()[name])}
+    short, whole = (help_text(common_only=common_only) for common_only in (True, False))
+    listed = {line.split()[0] for line in whole[whole.index("\nmodel: ") :].splitlines() if line.startswith("  --")}
+    assert len(own) == 77 and own <= listed
+    assert "\nmodel: " not in short and not own & {line.split()[0] for line in short.splitlines() if line[:4] == "  --"}
 
 
 def test_the_reference_page_is_up_to_date():

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron_rl.algorithms.extension import loss_of
 from megatron_rl.config.rl_config import RLConfig, resolve
 
 
@@ -19,7 +20,7 @@ def test_derived_defaults_of_an_rl_run(config):
     assert rollout.inference_max_batch_size == 16  # 32 samples on 2 replicas
     uneven = resolve(config(grpo_prompts_per_step="3"), 2).rollout
     assert uneven.inference_max_batch_size == 8  # two groups of four on one of them
-    assert (resolved.schedule.lr_decay_iters, resolved.schedule.lr_decay_samples) == (100, None)
+    assert resolved.schedule.lr_decay_iters == 100
 
 
 def test_paths_follow_the_run_directory(config):
@@ -80,12 +81,6 @@ def test_supervised_batch_is_a_micro_batch_a_replica(config):
     assert resolved.rollout.inference_max_batch_size == 128  # 64 x 8 evaluation completions on 4 replicas
 
 
-def test_recompute_activations_means_selective(config):
-    kernels = resolve(config(recompute_activations=True), 1).kernels
-    assert (kernels.recompute_granularity, kernels.recompute_modules) == ("selective", ("core_attn",))
-    assert resolve(config(), 1).kernels.recompute_granularity is None
-
-
 def test_sequence_parallel_is_off_without_tensor_parallel_ranks(config):
     assert resolve(config(sequence_parallel=True), 1).parallel.sequence_parallel is False
     both = config(sequence_parallel=True, tensor_model_parallel_size="2")
@@ -128,25 +123,10 @@ def test_iters_and_samples_count_steps(config, changes, total_steps):
     ],
 )
 def test_a_policy_loss_has_its_own_clip_range_and_denominator(config, changes, clamp, aggregation):
-    algorithm = resolve(config(**changes), 1).algorithm
-    assert (algorithm.grpo_clamp_eps_lower, algorithm.grpo_clamp_eps_upper) == clamp
-    assert algorithm.rl_loss_aggregation == aggregation
-
-
-def test_schedule_in_steps(config):
-    by_iters = resolve(config(lr_warmup_iters="5", lr_decay_iters="50"), 1)
-    assert (by_iters.lr_warmup_steps, by_iters.lr_decay_steps) == (5, 50)
-    by_fraction = resolve(config(lr_warmup_fraction="0.1"), 1)
-    assert (by_fraction.lr_warmup_steps, by_fraction.lr_decay_steps) == (10, 100)
-    by_samples = resolve(
-        config(
-            train_iters=None, train_samples="3200", lr_warmup_samples="320", lr_wsd_decay_samples="640",
-            global_batch_size="8",
-        ),
-        1,
-    )
-    lengths = (by_samples.lr_warmup_steps, by_samples.lr_decay_steps, by_samples.lr_wsd_decay_steps)
-    assert lengths == (10, 100, 20)
+    resolved = resolve(config(**changes), 1)
+    loss = loss_of(resolved)
+    assert (loss.clamp_eps_lower, loss.clamp_eps_upper) == clamp
+    assert resolved.algorithm.rl_loss_aggregation == aggregation
 
 
 def test_data_parallel_size(config):

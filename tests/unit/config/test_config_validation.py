@@ -49,7 +49,6 @@ TENSOR_8 = {"tensor_model_parallel_size": "8"}
 SAMPLES = {"train_iters": None, "train_samples": "3200"}
 ONE_PROBLEM = [
     # changes, ranks, what the message must say
-    ({"train_samples": "64"}, 1, ["--train-iters 100", "--train-samples 64", "keep one"]),
     (TENSOR_2, 3, ["world size 3", "divisible by 2", "start 2 or 4 ranks"]),
     ({"context_parallel_size": "2"}, 3, ["world size 3", "divisible by 2", "context parallel size", "2 or 4 ranks"]),
     ({"expert_model_parallel_size": "2"}, 1, ["--expert-model-parallel-size 2", "without --num-experts"]),
@@ -191,11 +190,6 @@ ONE_PROBLEM = [
         ["--recompute-num-layers 5", "4 layers", "at most 4"],
     ),
     (
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "4",
-         "recompute_activations": True}, 1,
-        ["--recompute-activations means selective", "is full"],
-    ),
-    (
         {"recompute_granularity": "selective", "recompute_method": "uniform"}, 1,
         ["only --recompute-granularity full"],
     ),
@@ -207,11 +201,8 @@ ONE_PROBLEM = [
     ({"min_lr": "0.01"}, 1, ["--min-lr 0.01", "--lr 0.001"]),
     ({"lr_warmup_init": "0.01"}, 1, ["--lr-warmup-init 0.01", "--lr 0.001"]),
     ({"lr_warmup_iters": "100"}, 1, ["warms up for 100", "decays after 100", "at most 99"]),
-    ({"lr_warmup_samples": "64"}, 1, ["--lr-warmup-samples 64", "--train-iters", "--lr-warmup-iters"]),
-    ({**SAMPLES, "lr_decay_iters": "9"}, 1, ["--lr-decay-iters 9", "--lr-decay-samples"]),
-    ({"lr_warmup_fraction": "0.1", "lr_warmup_iters": "5"}, 1, ["--lr-warmup-fraction", "--lr-warmup-iters"]),
     ({"lr_decay_style": "WSD"}, 1, ["WSD needs", "give --lr-wsd-decay-iters N"]),
-    ({**SAMPLES, "lr_decay_style": "WSD"}, 1, ["WSD needs", "give --lr-wsd-decay-samples N"]),
+    ({**SAMPLES, "lr_decay_style": "WSD"}, 1, ["WSD needs", "give --lr-wsd-decay-iters N"]),
     (
         {"lr_decay_style": "WSD", "lr_wsd_decay_iters": "95", "lr_warmup_iters": "10"}, 1,
         ["warm-up of 10", "last phase of 95", "at most 90"],
@@ -227,10 +218,6 @@ ONE_PROBLEM = [
     ),
     ({"rl_top_k": "50"}, 1, ["--rl-top-k 50", "whole distribution", "--rl-top-k 0"]),
     ({"rl_top_p": "0.9"}, 1, ["--rl-top-p 0.9", "--rl-top-p 1"]),
-    (
-        {"calculate_per_token_loss": True, "rl_loss_aggregation": "sequence-mean"}, 1,
-        ["--calculate-per-token-loss", "sequence-mean"],
-    ),
 ]
 
 

@@ -10,10 +10,10 @@ import pytest
 from megatron_rl.cli.first_run import FirstRun
 from megatron_rl.config.flags import flags_of
 from megatron_rl.config.no_effect import no_effect
-from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.rl_config import all_spellings
 
 DOCS = Path(__file__).parents[3] / "docs"
-DECLARED = (spelling for flag in (*all_flags(), *flags_of(FirstRun)) for spelling in flag.spellings)
+DECLARED = (*all_spellings(), *(spelling for flag in flags_of(FirstRun) for spelling in flag.spellings))
 KNOWN = {f"--{spelling}" for spelling in (*DECLARED, *no_effect())}
 OF_LAUNCHERS = {
     "--nproc", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--help-all",

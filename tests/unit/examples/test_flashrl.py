@@ -41,7 +41,8 @@ def test_the_second_word_is_the_cap(started, script: str) -> None:
     ):
         config = started(VERL / f"{script}.sh", *words)
         assert config.logging.run_dir == f"runs/flash_rl_gsm8k/{run}"
-        assert (config.algorithm.rl_correction, config.algorithm.rl_correction_cap) == (correction, cap)
+        assert config.algorithm.rl_correction == correction
+        assert config.algorithm.rl_correction_args == (() if cap is None else (f"cap={cap:g}",))
         assert config.optimizer.lr == (2e-6 if "--lr" in words else 1e-6)
         assert config.quantization.rl_rollout_quantization == ("int8" if "int8" in script else "none")
         assert config.wants_critic
@@ -65,8 +66,9 @@ def test_presets_and_runs_are_put_together(started, script: str, recipe: str, ca
     config = started(SKYRL / f"{script}.sh")
     algorithm = config.algorithm
     assert config.quantization.rl_rollout_quantization == recipe
-    assert (algorithm.rl_correction, algorithm.rl_correction_cap) == ("token_tis", cap)
-    assert (algorithm.rl_dual_clip, algorithm.rl_truncated, algorithm.grpo_group_size) == (10.0, "mask", 5)
+    assert (algorithm.rl_correction, algorithm.rl_correction_args) == ("token_tis", (f"cap={cap:g}",))
+    assert "dual_clip=10" in algorithm.rl_policy_loss_args
+    assert (algorithm.rl_truncated, algorithm.grpo_group_size) == ("mask", 5)
     assert config.samples_per_step // config.training.global_batch_size == updates
     assert config.rollout.inference_max_seq_length - config.rollout.rl_max_new_tokens == 512
 

@@ -32,8 +32,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[TapeRecorder]:
 
 def test_the_first_steps_are_eager(either: PolicyModel, made: list[TapeRecorder]) -> None:
     wanted = ragged_requests(6, num_samples=2, max_new_tokens=30)
-    engine = rollout_engine(either, graphs=GraphOptions(16, after=20), steps_per_host_read=3)
-    eager = generate(either, rollout_engine(either, steps_per_host_read=3), wanted)
+    engine = rollout_engine(either, graphs=GraphOptions(16, after=20), decode_steps_per_sync=3)
+    eager = generate(either, rollout_engine(either, decode_steps_per_sync=3), wanted)
     (recorder,), shorter = made, request((4, 9), max_new_tokens=15)
     generate(either, engine, [shorter])
     steps = engine.statistics.decode_steps

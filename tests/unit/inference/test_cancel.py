@@ -60,7 +60,7 @@ def test_the_others_say_the_same(either: PolicyModel, options: dict[str, int], a
     choices = [request(PROMPT, 1, 5 + n, max_new_tokens=24) for n in range(3)]
     wanted = as_calls([*ragged, *(replace(one, place=Place(branch=n)) for n, one in enumerate(choices))])
     whole = answers(either, rollout_engine(either, stop_ids=()), wanted)
-    engine = rollout_engine(either, stop_ids=(), steps_per_host_read=2, **options)
+    engine = rollout_engine(either, stop_ids=(), decode_steps_per_sync=2, **options)
     kept = answers(either, engine, wanted, cancelled=(5, 1, 3), after=after)
     assert set(kept) == {0, 2, 4, 6, 7}
     for call, answer in kept.items():
@@ -78,7 +78,7 @@ def test_every_state_is_cancelled(policy: PolicyModel, monkeypatch: pytest.Monke
         add(scheduler, one)
 
     monkeypatch.setattr(Scheduler, "add", added)
-    engine = rollout_engine(policy, max_batch_size=2, prefill_token_budget=6, steps_per_host_read=1, stop_ids=())
+    engine = rollout_engine(policy, max_batch_size=2, prefill_token_budget=6, decode_steps_per_sync=1, stop_ids=())
     prompts = PROMPT[:4], PROMPT, PROMPT
     wanted = as_calls([request(prompt, 1, n, max_new_tokens=24) for n, prompt in enumerate(prompts)])
     with rollout_mode(policy):
@@ -102,7 +102,7 @@ def test_its_row_and_blocks_are_the_next_one_s(either: PolicyModel, monkeypatch:
     """The only row: who waits gets it at once, and not a step more is made."""
     built, build = [], rollout_engine_module.build_cache
     monkeypatch.setattr(rollout_engine_module, "build_cache", lambda *given: built.append(build(*given)) or built[-1])
-    engine = rollout_engine(either, stop_ids=(), max_batch_size=1, steps_per_host_read=1, block_size=4)
+    engine = rollout_engine(either, stop_ids=(), max_batch_size=1, decode_steps_per_sync=1, block_size=4)
     first, second = as_calls([request(PROMPT, 1, n, max_new_tokens=20) for n in range(2)])
     with rollout_mode(either):
         engine.begin(1, 0)
@@ -123,7 +123,7 @@ def test_where_ranks_share_experts(policy: PolicyModel, monkeypatch: pytest.Monk
     wanted = as_calls([request(PROMPT, 1, n, max_new_tokens=20) for n in range(4)])
     whole = answers(policy, rollout_engine(policy, stop_ids=()), wanted)
     monkeypatch.setattr(ParallelGroups, "shares_experts", True)
-    engine = rollout_engine(policy, stop_ids=(), max_batch_size=2, steps_per_host_read=2)
+    engine = rollout_engine(policy, stop_ids=(), max_batch_size=2, decode_steps_per_sync=2)
     kept = answers(policy, engine, wanted, cancelled=(0, 3), after=2)
     assert {call: answer.token_ids for call, answer in kept.items()} == {n: whole[n].token_ids for n in (1, 2)}
     assert engine.statistics.completions == 2
@@ -134,7 +134,7 @@ def test_a_lane_amid_its_step(policy: PolicyModel, one_rank: ParallelGroups, mon
     monkeypatch.setattr(staged, "split_options", lambda policy, options, _: split_options(policy, options, 2))
     wanted = as_calls(ragged_requests(10, longest_prompt=20, max_new_tokens=20))
     whole = answers(policy, rollout_engine(policy, stop_ids=()), wanted)
-    options = EngineOptions(8, 48, steps_per_host_read=1, prefill_token_budget=9)
+    options = EngineOptions(8, 48, decode_steps_per_sync=1, prefill_token_budget=9)
     engine = staged.StagedEngine(policy, options, (), letters, replace(one_rank, ring=(one_rank.pipeline_group,) * 2))
     under_way, cancel = [], engine.cancel
     engine.cancel = lambda calls: (under_way.append([lane.is_paused for lane in engine.lanes]), cancel(calls))

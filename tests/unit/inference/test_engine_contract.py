@@ -117,7 +117,7 @@ def test_abort_leaves_nothing_behind(policy: PolicyModel, make_engine: MakeEngin
     wanted = ragged_requests(6, num_samples=2, seed=3, max_new_tokens=16)
     clean = generate(policy, make_engine(policy), wanted, seed=5)
 
-    engine = make_engine(policy, steps_per_host_read=2)
+    engine = make_engine(policy, decode_steps_per_sync=2)
     with rollout_mode(policy):
         engine.begin(1, 0)
         for abandoned in ragged_requests(9, num_samples=3, seed=4, greedy=True, max_new_tokens=30):
@@ -143,7 +143,7 @@ def test_begin_alone_also_abandons_what_was_unfinished(policy: PolicyModel, make
 def test_requests_may_arrive_while_others_run(policy: PolicyModel, make_engine: MakeEngine) -> None:
     wanted = ragged_requests(8, num_samples=2, greedy=True, max_new_tokens=12)
     expected = tokens(generate(policy, make_engine(policy), wanted))
-    engine = make_engine(policy, steps_per_host_read=2)
+    engine = make_engine(policy, decode_steps_per_sync=2)
     early: list[Completed] = []
     with rollout_mode(policy):
         engine.begin(1, 0)
@@ -173,7 +173,7 @@ def test_samples_of_a_group_differ(policy: PolicyModel, make_engine: MakeEngine)
 
 def test_completions_stand_in_the_order_of_the_samples(policy: PolicyModel, make_engine: MakeEngine) -> None:
     """Eight samples that start together finish in the order of their lengths; they must not come back so."""
-    (group,) = generate(policy, make_engine(policy, steps_per_host_read=1), [request(PROMPT, 8, max_new_tokens=40)])
+    (group,) = generate(policy, make_engine(policy, decode_steps_per_sync=1), [request(PROMPT, 8, max_new_tokens=40)])
     lengths = [len(completion.token_ids) for completion in group]
     assert lengths != sorted(lengths)
 

@@ -36,7 +36,7 @@ def gigabytes(policy: PolicyModel, cells: int) -> float:
 
 def assert_same(policy: PolicyModel, engine: RolloutEngine, wanted: list[Request]) -> None:
     """As a large engine of slots that computes every prompt whole."""
-    plain = generate(policy, rollout_engine(policy, max_batch_size=32, reuse_prefixes=False), wanted)
+    plain = generate(policy, rollout_engine(policy, max_batch_size=32, prefix_reuse=False), wanted)
     groups = generate(policy, engine, wanted)
     assert tokens(groups) == tokens(plain)
     assert largest_gap(groups, plain) < 1e-5
@@ -68,7 +68,7 @@ def test_a_row_without_pages_reads_one_key_and_a_slot_keeps_its_place(either: Po
     [
         {"block_size": 1},
         {"block_size": 16, "max_batch_size": 3},
-        {"block_size": 100, "steps_per_host_read": 1},
+        {"block_size": 100, "decode_steps_per_sync": 1},
         {"block_size": 4, "prefill_token_budget": 5},
         {"block_size": 4, "prefill_token_budget": 1, "max_batch_size": 2},
     ],
@@ -84,7 +84,7 @@ def test_sizes_of_a_paged_engine_change_no_token(paged: PolicyModel, options: di
 def test_a_budget_changes_no_token(paged: PolicyModel, cells: int, overcommit: float) -> None:
     wanted = ragged_requests(7, num_samples=3, longest_prompt=24, max_new_tokens=20)
     options = {"block_size": 4, "cache_budget_gb": gigabytes(paged, cells), "kv_overcommit": overcommit}
-    engine = rollout_engine(paged, steps_per_host_read=3, **options)
+    engine = rollout_engine(paged, decode_steps_per_sync=3, **options)
     assert_same(paged, engine, wanted)
     statistics = engine.statistics
     assert (statistics.preemptions > 0) == (overcommit > 1)
@@ -96,7 +96,7 @@ def test_a_stop_string_over_the_border_of_a_pre_emption(paged: PolicyModel) -> N
     stops = [letters(group[0].token_ids[17:20]) for group in generate(paged, rollout_engine(paged, stop_ids=()), free)]
     wanted = [replace(r, sampling=replace(r.sampling, stop=(stop,))) for r, stop in zip(free, stops, strict=True)]
     options = {"block_size": 2, "cache_budget_gb": gigabytes(paged, 52), "kv_overcommit": 9.0}
-    engine = rollout_engine(paged, stop_ids=(), steps_per_host_read=2, **options)
+    engine = rollout_engine(paged, stop_ids=(), decode_steps_per_sync=2, **options)
     plain = generate(paged, rollout_engine(paged, stop_ids=()), wanted)
     groups = generate(paged, engine, wanted)
     assert [(c.token_ids, c.finish_reason) for g in groups for c in g] == [
@@ -119,7 +119,7 @@ def test_no_read_in_a_burst_over_pages(paged: PolicyModel) -> None:
 def test_pieces_of_a_prompt_while_others_decode(either: PolicyModel) -> None:
     short = [request((5 + i, 7), 2, i, max_new_tokens=30) for i in range(2)]
     long = request([3 + i % 20 for i in range(40)], 3, 2, max_new_tokens=6)
-    engine = rollout_engine(either, stop_ids=(), prefill_token_budget=8, steps_per_host_read=2)
+    engine = rollout_engine(either, stop_ids=(), prefill_token_budget=8, decode_steps_per_sync=2)
     with rollout_mode(either):
         engine.begin(1, 0)
         for wanted in short:
@@ -135,7 +135,7 @@ def test_pieces_of_a_prompt_while_others_decode(either: PolicyModel) -> None:
         assert engine.statistics.decode_steps == decoded + 2
         groups = drain(engine, [*short, long])
     assert engine.statistics.prefill_tokens == 4 + 40
-    plain = generate(either, rollout_engine(either, stop_ids=(), reuse_prefixes=False), [*short, long])
+    plain = generate(either, rollout_engine(either, stop_ids=(), prefix_reuse=False), [*short, long])
     assert tokens(groups) == tokens(plain)
     assert largest_gap(groups, plain) < 1e-5
 
@@ -189,7 +189,7 @@ def test_a_later_turn_goes_on_from_the_cache(either: PolicyModel, slots: int) ->
     first = ragged_requests(2, num_samples=4, longest_prompt=16, seed=3, max_new_tokens=14)
     first = [replace(wanted, hints=Hints(goes_on=True)) for wanted in first]
     options = {"max_batch_size": slots, "block_size": 4, "stop_ids": ()}
-    plain, everything = two_turns(either, rollout_engine(either, reuse_prefixes=False, **options), first)
+    plain, everything = two_turns(either, rollout_engine(either, prefix_reuse=False, **options), first)
     engine = rollout_engine(either, **options)
     turns, computed = two_turns(either, engine, first)
     assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in plain]
@@ -210,7 +210,7 @@ def test_what_makes_room_for_another_turn_is_kept(policy: PolicyModel, waves: tu
     lengths = 30, 26, 22, 18, 18
     first = [request([n, *range(3, n)], 1, i, max_new_tokens=4) for i, n in enumerate(lengths)]
     first = [replace(wanted, hints=Hints(goes_on=True)) for wanted in first]
-    plain, everything = two_turns(policy, rollout_engine(policy, reuse_prefixes=False, stop_ids=()), first)
+    plain, everything = two_turns(policy, rollout_engine(policy, prefix_reuse=False, stop_ids=()), first)
     engine = rollout_engine(policy, stop_ids=())
     turns, computed = two_turns(policy, engine, first, waves)
     assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in plain]
@@ -230,7 +230,7 @@ def test_the_rest_of_a_group_takes_the_prompt_from_the_cache(either: PolicyModel
 
 def test_the_switch(either: PolicyModel) -> None:
     wanted = [request([3 + i % 20 for i in range(32)], 9, max_new_tokens=12)]
-    engine = rollout_engine(either, max_batch_size=3, block_size=4, reuse_prefixes=False)
+    engine = rollout_engine(either, max_batch_size=3, block_size=4, prefix_reuse=False)
     generate(either, engine, wanted)
     assert engine.statistics.reused_tokens == 0
     assert engine.statistics.prefill_tokens >= 3 * 32

@@ -89,7 +89,7 @@ def test_replays_draw_the_tokens_of_eager_steps(either: PolicyModel, slots: int)
         request((4, 9, 17 - i)[: 1 + i % 3], 3, i, max_new_tokens=2 + 5 * i % 31, **MIXED[i % 2 * (i % 5)])
         for i in range(9)
     ]
-    options = {"max_batch_size": slots, "steps_per_host_read": 3}
+    options = {"max_batch_size": slots, "decode_steps_per_sync": 3}
     eager = generate(either, rollout_engine(either, **options), wanted)
     engine = rollout_engine(either, **options)
     sizes = tuple(size for size in (4, 8, 20) if size < slots) + (slots,)
@@ -156,7 +156,7 @@ def test_a_capture_in_the_middle_changes_nothing(policy: PolicyModel) -> None:
 
 
 def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel) -> None:
-    engine = rollout_engine(either, stop_ids=(), steps_per_host_read=1)
+    engine = rollout_engine(either, stop_ids=(), decode_steps_per_sync=1)
     taped(engine, either)
     with rollout_mode(either), torch.inference_mode():
         engine.begin(1, 0)

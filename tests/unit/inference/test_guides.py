@@ -107,7 +107,7 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
     assert_close(logprobs[1], logits[1].log_softmax(-1)[ids[1]])
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_size": 3}, {"steps_per_host_read": 1}])
+@pytest.mark.parametrize("options", [{}, {"max_batch_size": 3}, {"decode_steps_per_sync": 1}])
 def test_guided_answers_beside_others(policy: PolicyModel, options: dict[str, object]) -> None:
     """Those of the others are the same to the token, and log-probs are those of the masked distribution."""
     plain = ragged_requests(5, num_samples=2, max_new_tokens=14)

@@ -89,7 +89,7 @@ SAMPLINGS = {
 def test_no_read_in_a_decode_burst(policy: PolicyModel, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = itertools.cycle(SAMPLINGS[kind])
     wanted = [request((4, 9, 17 - i), 3, i, max_new_tokens=20 + i, **next(settings)) for i in range(5)]
-    engine = rollout_engine(policy, max_batch_size=6, steps_per_host_read=4)
+    engine = rollout_engine(policy, max_batch_size=6, decode_steps_per_sync=4)
     in_bursts: list[str] = []
     in_collecting: list[str] = []
     bursts = watch(engine.runner, "decode", in_bursts)
@@ -105,7 +105,7 @@ def test_no_read_in_a_decode_burst(policy: PolicyModel, kind: str, monkeypatch: 
 
 def test_only_what_is_shown_is_read_before_its_end(policy: PolicyModel) -> None:
     wanted = [request((4, 9, 17 - i), 2, i, max_new_tokens=20 + i) for i in range(3)]
-    engine = rollout_engine(policy, max_batch_size=6, steps_per_host_read=2)
+    engine = rollout_engine(policy, max_batch_size=6, decode_steps_per_sync=2)
     reads: list[str] = []
     shown: list[tuple[int, ...]] = []
     with rollout_mode(policy):

@@ -47,7 +47,7 @@ def either(request: pytest.FixtureRequest, one_rank: object) -> PolicyModel:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_batch_size": 3}, {"prefill_token_budget": 5}, {"max_batch_size": 40, "steps_per_host_read": 3}],
+    [{}, {"max_batch_size": 3}, {"prefill_token_budget": 5}, {"max_batch_size": 40, "decode_steps_per_sync": 3}],
     ids=str,
 )
 def test_no_token_changes(either: PolicyModel, options: dict[str, int]) -> None:
@@ -67,7 +67,7 @@ def test_a_stop_string_over_a_pause(policy: PolicyModel) -> None:
     ((whole,),) = generate(policy, rollout_engine(policy, stop_ids=()), free)
     text = letters(whole.token_ids)
     wanted = [replace(free[0], sampling=replace(free[0].sampling, stop=(text[7:10],)))]
-    engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=1)
+    engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=1)
     ((completion,),), _ = with_pauses(policy, engine, wanted, steps=1)
     end = text.index(text[7:10]) + 3
     assert (completion.token_ids, completion.finish_reason) == (whole.token_ids[:end], "stop_string")
@@ -76,7 +76,7 @@ def test_a_stop_string_over_a_pause(policy: PolicyModel) -> None:
 
 def test_each_token_has_the_version_that_drew_it(policy: PolicyModel) -> None:
     """Three tokens a step and one with the prompt: 4 in the first step, 7 in the next two."""
-    engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=3)
+    engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=3)
     wanted = [request(PROMPT, 2, 0, max_new_tokens=14)]
     (group,), pauses = with_pauses(policy, engine, wanted, steps=1, version=5)
     assert pauses - 5 == 3
@@ -88,7 +88,7 @@ def test_each_token_has_the_version_that_drew_it(policy: PolicyModel) -> None:
 
 def test_weights_that_stayed_the_same_are_one_stretch(policy: PolicyModel) -> None:
     """A step without a signal makes no update, and the version stays."""
-    engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=3)
+    engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=3)
     with rollout_mode(policy):
         engine.begin(1, 5)
         engine.submit(request(PROMPT, max_new_tokens=6))
@@ -125,7 +125,7 @@ def test_what_was_finished_stays_as_it_was(policy: PolicyModel) -> None:
 def test_keys_and_values_are_of_the_new_weights(one_rank: object) -> None:
     """Going on with other weights is what they would say after these tokens, not a mixture of two models."""
     first, second = tiny_policy(tiny_config(), seed=1), tiny_policy(tiny_config(), seed=2)
-    wanted, engine = request(PROMPT, 3, max_new_tokens=20), rollout_engine(first, stop_ids=(), steps_per_host_read=4)
+    wanted, engine = request(PROMPT, 3, max_new_tokens=20), rollout_engine(first, stop_ids=(), decode_steps_per_sync=4)
     with rollout_mode(first), torch.no_grad():
         engine.begin(1, 0)
         engine.submit(wanted)
@@ -142,7 +142,7 @@ def test_keys_and_values_are_of_the_new_weights(one_rank: object) -> None:
 
 
 def test_only_what_is_drawn_now_is_counted(policy: PolicyModel) -> None:
-    engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=3)
+    engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=3)
     with rollout_mode(policy):
         engine.begin(1, 0)
         engine.submit(request(PROMPT, 2, max_new_tokens=10))

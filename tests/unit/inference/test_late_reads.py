@@ -32,7 +32,7 @@ from tests.support.tape import taped
 from tests.support.tiny import DELTA, tiny_config, tiny_policy
 
 PROMPT = (4, 9, 17, 2)
-LATE = {"steps_per_host_read": 6, "overlap_steps": 2}
+LATE = {"decode_steps_per_sync": 6, "overlap_steps": 2}
 
 
 def bursts_of(engine: RolloutEngine) -> list[int]:
@@ -63,7 +63,7 @@ def many() -> list[Request]:
 def test_no_completion_changes(either: PolicyModel, rows: int) -> None:
     plain = generate(either, rollout_engine(either, max_batch_size=rows, block_size=4), many())
     for late in (1, 3, 5):
-        options = {"max_batch_size": rows, "block_size": 4, "steps_per_host_read": 6, "overlap_steps": late}
+        options = {"max_batch_size": rows, "block_size": 4, "decode_steps_per_sync": 6, "overlap_steps": late}
         engine = rollout_engine(either, **options)
         bursts = bursts_of(engine)
         groups = generate(either, engine, many())
@@ -98,8 +98,8 @@ def test_later_turns_go_on_from_what_late_rows_left(either: PolicyModel, rows: i
     first = [request([3 + (i + n) % 20 for i in range(20)], 4, n, max_new_tokens=14 + n) for n in range(2)]
     first = [replace(wanted, hints=Hints(goes_on=True)) for wanted in first]
     options = {"max_batch_size": rows, "block_size": 4}
-    plain, _ = three_turns(either, rollout_engine(either, reuse_prefixes=False, **options), first)
-    waiting, reused = three_turns(either, rollout_engine(either, steps_per_host_read=6, **options), first)
+    plain, _ = three_turns(either, rollout_engine(either, prefix_reuse=False, **options), first)
+    waiting, reused = three_turns(either, rollout_engine(either, decode_steps_per_sync=6, **options), first)
     engine = rollout_engine(either, **options, **LATE)
     bursts = bursts_of(engine)
     turns, reused_late = three_turns(either, engine, first)
@@ -138,7 +138,7 @@ def test_recurrent_states_stand_where_their_rows_ended(one_rank: object, with_gr
     randomise_vectors(policy)
     first = [request([3 + (i + n) % 20 for i in range(18)], 4, n, max_new_tokens=14 + n) for n in range(2)]
     first = [replace(wanted, hints=Hints(goes_on=True)) for wanted in first]
-    plain, _ = three_turns(policy, rollout_engine(policy, reuse_prefixes=False), first)
+    plain, _ = three_turns(policy, rollout_engine(policy, prefix_reuse=False), first)
     engine = rollout_engine(policy, **LATE)
     if with_graphs:
         taped(engine, policy)

@@ -81,9 +81,9 @@ def assert_recorded(
     "options",
     [
         {"max_batch_size": 32},
-        {"max_batch_size": 3, "steps_per_host_read": 3},
+        {"max_batch_size": 3, "decode_steps_per_sync": 3},
         {"max_batch_size": 5, "prefill_token_budget": 7},
-        {"max_batch_size": 8, "reuse_prefixes": False},
+        {"max_batch_size": 8, "prefix_reuse": False},
     ],
     ids=["at once", "refilled and compacted", "prompts in pieces", "nothing reused"],
 )  # fmt: skip
@@ -141,7 +141,7 @@ def test_a_sample_that_goes_on_with_newer_weights(one_rank: ParallelGroups) -> N
     """All its tokens are fed again and have the newer weights' experts; a finished one keeps those of its own."""
     policy = mixture(attention_backend="sdpa")
     requests = wanting(ragged_requests(4, num_samples=3, longest_prompt=16, max_new_tokens=24))
-    engine, finished = recording(policy, max_batch_size=12, steps_per_host_read=2), {}
+    engine, finished = recording(policy, max_batch_size=12, decode_steps_per_sync=2), {}
     with rollout_mode(policy):
         engine.begin(1, 0)
         for wanted in requests:

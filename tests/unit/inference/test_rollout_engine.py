@@ -34,8 +34,8 @@ def test_batch_size_and_reading_interval_change_no_token(policy: PolicyModel) ->
     for options in (
         {"max_batch_size": 1},
         {"max_batch_size": 5},
-        {"max_batch_size": 36, "steps_per_host_read": 1},
-        {"max_batch_size": 16, "steps_per_host_read": 50},
+        {"max_batch_size": 36, "decode_steps_per_sync": 1},
+        {"max_batch_size": 16, "decode_steps_per_sync": 50},
         {"max_batch_size": 16, "prefill_token_budget": 1},
     ):
         groups = generate(policy, rollout_engine(policy, **options), wanted)
@@ -141,7 +141,7 @@ def test_who_reads_along_gets_the_first_token_at_once(policy: PolicyModel, sampl
     """Prefill draws one token and the step another; then each step shows one, or eight where rows are many."""
     wanted = request(PROMPT, samples, max_new_tokens=24)
     expected = generate(policy, rollout_engine(policy, stop_ids=()), [wanted])
-    engine, shown = rollout_engine(policy, stop_ids=(), steps_per_host_read=8), []
+    engine, shown = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=8), []
     with rollout_mode(policy):
         engine.begin(1, 0)
         engine.submit(replace(wanted, hints=Hints(streams=True)))
@@ -157,7 +157,7 @@ def test_who_reads_along_gets_the_first_token_at_once(policy: PolicyModel, sampl
 
 def stopped_at(policy: PolicyModel, stop: str, k: int) -> Completion:
     """Greedy from `PROMPT` until ``stop``, with no end token, looking every ``k`` steps."""
-    engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=k)
+    engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=k)
     ((completion,),) = generate(policy, engine, [request(PROMPT, greedy=True, max_new_tokens=24, stop=(stop,))])
     return completion
 
@@ -189,7 +189,7 @@ def test_a_slot_freed_by_a_stop_string_is_used_again(policy: PolicyModel) -> Non
     # In about half of them.
     stop = min(sorted(set.union(*answers)), key=lambda letter: abs(sum(letter in a for a in answers) - 5))
     wanted = [replace(r, sampling=replace(r.sampling, stop=tuple(stop))) for r in free]
-    engine = rollout_engine(policy, stop_ids=(), max_batch_size=2, steps_per_host_read=3)
+    engine = rollout_engine(policy, stop_ids=(), max_batch_size=2, decode_steps_per_sync=3)
     groups = generate(policy, engine, wanted)
     for ids, (completion,) in zip(whole, groups, strict=True):
         hits = [place for place, letter in enumerate(letters(ids)) if letter in stop]
@@ -210,7 +210,7 @@ def test_a_prompt_is_prefilled_once_for_its_group(policy: PolicyModel) -> None:
 def test_the_host_reads_once_every_k_steps(policy: PolicyModel) -> None:
     wanted = [request(PROMPT, 8, max_new_tokens=33)]
     for k, reads in ((1, 32), (4, 8), (8, 4), (100, 1)):
-        engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=k)
+        engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=k)
         generate(policy, engine, wanted)
         assert engine.statistics.host_reads == reads
         assert engine.statistics.decode_steps == 32
@@ -220,7 +220,7 @@ def test_the_host_reads_once_every_k_steps(policy: PolicyModel) -> None:
 def test_finished_rows_are_closed_by_compaction(policy: PolicyModel) -> None:
     """Eight rows, all but one ending early: without compaction all eight would be computed to the end."""
     wanted = [request(PROMPT, 1, i, max_new_tokens=40 if i == 7 else 9) for i in range(8)]
-    engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=8)
+    engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=8)
     groups = generate(policy, engine, wanted)
     alone = generate(policy, rollout_engine(policy, stop_ids=()), wanted[7:])
     assert tokens(groups[7:]) == tokens(alone)
@@ -230,7 +230,7 @@ def test_finished_rows_are_closed_by_compaction(policy: PolicyModel) -> None:
 
 
 def test_a_group_comes_back_as_soon_as_it_is_done(policy: PolicyModel) -> None:
-    engine = rollout_engine(policy, stop_ids=(), steps_per_host_read=4)
+    engine = rollout_engine(policy, stop_ids=(), decode_steps_per_sync=4)
     with rollout_mode(policy):
         engine.begin(1, 0)
         engine.submit(request(PROMPT, 2, index=0, max_new_tokens=30))

@@ -21,7 +21,7 @@ def scored(wanted: Request, top: int, prompt: bool = True) -> Request:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"prefill_token_budget": 7, "max_batch_size": 2}, {"steps_per_host_read": 1, "max_batch_size": 3}]
+    "options", [{}, {"prefill_token_budget": 7, "max_batch_size": 2}, {"decode_steps_per_sync": 1, "max_batch_size": 3}]
 )
 def test_scores_beside_others(policy: PolicyModel, options: dict[str, object]) -> None:
     plain = ragged_requests(4, num_samples=2, max_new_tokens=12)

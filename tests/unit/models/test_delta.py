@@ -104,7 +104,7 @@ def policy(one_rank: ParallelGroups):
 
 def alone(policy, requests, **options):
     """Each request in an engine of its own rows, one after the other: nothing is reused, preempted, cut or moved."""
-    engine = rollout_engine(policy, max_batch_size=4, reuse_prefixes=False, **options)
+    engine = rollout_engine(policy, max_batch_size=4, prefix_reuse=False, **options)
     return [generate(policy, engine, [wanted])[0] for wanted in requests]
 
 
@@ -113,7 +113,7 @@ def test_groups_short_chunks_and_moves_change_nothing(one_rank: ParallelGroups, 
     """Prompts in chunks of 3 tokens beside rows that decode, samples that copy a state, rows that change places."""
     policy = tiny_policy(tiny_config(**DELTA, seq_length=64, attention_backend=backend))
     requests = ragged_requests(9, 4, longest_prompt=20, max_new_tokens=14)
-    engine = rollout_engine(policy, max_batch_size=7, prefill_token_budget=3, steps_per_host_read=2)
+    engine = rollout_engine(policy, max_batch_size=7, prefill_token_budget=3, decode_steps_per_sync=2)
     found, wanted = generate(policy, engine, requests), alone(policy, requests)
     assert tokens(found) == tokens(wanted)
     assert largest_gap(found, wanted) < 5e-5
@@ -150,7 +150,7 @@ def test_a_turn_computes_its_new_tokens_alone(one_rank: ParallelGroups, backend:
     """
     policy = tiny_policy(tiny_config(**DELTA, seq_length=128, attention_backend=backend))
     found, counts = conversations(policy, (6, 7, 9), with_graphs=with_graphs)
-    wanted, whole = conversations(policy, (6, 7, 9), reuse_prefixes=False)
+    wanted, whole = conversations(policy, (6, 7, 9), prefix_reuse=False)
     assert tokens(found) == tokens(wanted)
     assert largest_gap(found, wanted) < 5e-5
     assert counts.prefill_tokens == 3 * 50
@@ -208,7 +208,7 @@ def test_whoever_is_preempted_goes_on_from_its_prompt(one_rank: ParallelGroups) 
 
 def test_interrupted_rollouts_go_on(policy) -> None:
     requests = ragged_requests(5, 2, longest_prompt=12, max_new_tokens=20)
-    engine = rollout_engine(policy, max_batch_size=4, steps_per_host_read=1)
+    engine = rollout_engine(policy, max_batch_size=4, decode_steps_per_sync=1)
     wanted = generate(policy, engine, requests)
     with rollout_mode(policy):
         engine.begin(1, 0)
@@ -225,5 +225,5 @@ def test_a_state_has_its_bytes(policy) -> None:
     assert policy.layout.state_bytes(2) == 2 * (4 * 4 * 48 + 3 * 56 * 2)
     assert policy.layout.slot_numbers(5) == 5 * 2 * 2 * 8
     for reuses in (False, True):  # with a snapshot for each row, or without
-        held = rollout_engine(policy, max_batch_size=3, reuse_prefixes=reuses).cache.states.tensors
+        held = rollout_engine(policy, max_batch_size=3, prefix_reuse=reuses).cache.states.tensors
         assert sum(t.numel() * t.element_size() for t in held) == (3 + 3 * reuses) * policy.layout.state_bytes(4)

@@ -73,7 +73,7 @@ def test_whole_heads_in_the_cache_say_the_same(policy: PolicyModel, one_rank: Pa
 
 def test_prompts_that_go_on_from_the_cache(policy: PolicyModel) -> None:
     """Several tokens at a time that attend to latents of others: by prefixes that are reused, and in small parts."""
-    whole = generate(policy, rollout_engine(policy, reuse_prefixes=False), wanted())
+    whole = generate(policy, rollout_engine(policy, prefix_reuse=False), wanted())
     engine = rollout_engine(policy, prefill_token_budget=4)
     for _ in range(2):
         again = generate(policy, engine, wanted())

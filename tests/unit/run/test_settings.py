@@ -28,7 +28,7 @@ def _saved(**flags: object) -> dict[str, object]:
         ({}, {"seed": 5}, "--seed 5 (was --seed 1234)"),
         ({"rl_temperature": 0.5}, {}, "--rl-temperature 1.0 (was --rl-temperature 0.5)"),
         ({}, {"rl_stop_strings": ("a b", "c")}, "--rl-stop-strings 'a b' c (was --rl-stop-strings)"),
-        ({"lr_warmup_fraction": 0.1}, {}, "no --lr-warmup-fraction (was --lr-warmup-fraction 0.1)"),
+        ({"lr_warmup_iters": 1}, {}, "--lr-warmup-iters 0 (was --lr-warmup-iters 1)"),
         ({}, {"rl_rollout_quantization": "int8"}, "--rl-rollout-quantization int8 (was --rl-rollout-quantization "),
         ({}, {"no_rl_prefix_reuse": True}, "--no-rl-prefix-reuse (was --rl-prefix-reuse)"),
         (
