@@ -105,7 +105,7 @@ class Study:
 
     def before(self) -> None:
         """Evaluate the whole test split before training."""
-        self._launch("before", ["--load-hf", self._options.model, *self._whole()])
+        self.launch("before", ["--load-hf", self._options.model, *self._whole()])
 
     def run(self, arm: Arm) -> None:
         """Train, then evaluate the whole test split; print the table of all runs."""
@@ -113,10 +113,10 @@ class Study:
         if time.monotonic() > self._end:
             return
         flags = ["--load-hf", options.model, "--langrl-env-config", str(self._list("held_out"))]
-        if self._launch(arm.name, [*flags, *arm.flags(self._size, options.at_once)]):
+        if self.launch(arm.name, [*flags, *arm.flags(self._size, options.at_once)]):
             weights = ["--load", str(options.run_dir / arm.name / "checkpoints")]
             model = ["--hf-config", options.model, "--tokenizer-model", options.model]
-            self._launch(f"{arm.name}.whole", [*model, *weights, *self._whole()])
+            self.launch(f"{arm.name}.whole", [*model, *weights, *self._whole()])
         print(table(options.run_dir), flush=True)
 
     def _whole(self) -> list[str]:
@@ -126,7 +126,7 @@ class Study:
         """Return all flags of a command; the last of two equal ones counts."""
         return ["--config", RECIPE, *flags, *self._further, "--run-dir", str(self._options.run_dir / name)]
 
-    def _launch(self, name: str, flags: list[str]) -> bool:
+    def launch(self, name: str, flags: list[str]) -> bool:
         """Start one process and wait for it; return whether it has finished, now or before."""
         folder = self._options.run_dir / name
         if status(folder) in ("finished", "stopped"):

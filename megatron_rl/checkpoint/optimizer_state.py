@@ -144,7 +144,7 @@ def parameters_in_place(optimizer: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for part in optimizer.chained_optimizers:
             if isinstance(part, DistributedOptimizer):
-                part.get_parameter_state_dp_zero = partial(_state_of, part, part.data_parallel_group.size() == 1)
+                part.get_parameter_state_dp_zero = partial(replica_state, part, part.data_parallel_group.size() == 1)
                 stack.callback(delattr, part, "get_parameter_state_dp_zero")  # the class's method again
         yield
 
@@ -156,7 +156,7 @@ class _ByStart(dict[int, torch.Tensor]):
         return super().__getitem__(place.start)
 
 
-def _state_of(part: DistributedOptimizer, is_alone: bool, **options: Any) -> dict[int, Any]:
+def replica_state(part: DistributedOptimizer, is_alone: bool, **options: Any) -> dict[int, Any]:
     state = {} if is_alone else DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
     for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         before = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)

@@ -125,7 +125,7 @@ def replayed_config(directory: RunDirectory, choice: Choice, folder: Path, flags
         ConfigError: every reason why that step cannot be taken again.
     """
     settings = directory.read_settings()
-    if fault := _unrepeatable(directory, settings, choice):
+    if fault := unrepeatable(directory, settings, choice):
         raise ConfigError([fault])
     from megatron_rl.checkpoint.layout import list_checkpoints, step_of
 
@@ -153,7 +153,7 @@ def replayed_config(directory: RunDirectory, choice: Choice, folder: Path, flags
     return config
 
 
-def _unrepeatable(directory: RunDirectory, settings: Mapping[str, Any], choice: Choice) -> str | None:
+def unrepeatable(directory: RunDirectory, settings: Mapping[str, Any], choice: Choice) -> str | None:
     last = directory.last_step()
     if choice.step is None:
         return f"--step is missing: a step of {directory.path}, 1 to {last}"

@@ -18,7 +18,7 @@ def test_settings_of_an_earlier_version_keep_their_meaning(monkeypatch: pytest.M
     settings |= {"save": str(tmp_path), "load": None, "train_iters": None, "lr_decay_iters": None}
     settings |= {"train_samples": 10 * plain.samples_per_step, "lr_warmup_samples": 0, "lr_warmup_iters": 3}
     settings |= {"grpo_clamp_eps_upper": 0.28, "rl_dual_clip": None, "recompute_activations": False}
-    monkeypatch.setattr(replay, "_unrepeatable", lambda *_: None)
+    monkeypatch.setattr(replay, "unrepeatable", lambda *_: None)
     monkeypatch.setattr(replay, "every_problem", lambda config, problems, _: problems)
     run = SimpleNamespace(path=tmp_path, read_settings=lambda: settings)
     config = replay.replayed_config(run, replay.Choice(step=1), tmp_path, [])

@@ -83,7 +83,7 @@ def _commands(study, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, 
     options, further = study.parse([*words])
     found: dict[str, list[str]] = {}
     plan = study.Study(options, study.QUICK if options.quick else study.Size(), further)
-    monkeypatch.setattr(plan, "_launch", lambda name, flags: found.update({name: plan.flags(name, flags)}) or True)
+    monkeypatch.setattr(plan, "launch", lambda name, flags: found.update({name: plan.flags(name, flags)}) or True)
     plan.before()
     for arm in study.ARMS:
         plan.run(arm)

@@ -61,8 +61,9 @@ def test_state_after_a_padded_bucket_is_saved_whole(
     if how == "megatron's own":
         monkeypatch.setattr(tensors, "parameters_in_place", lambda _: contextlib.nullcontext())
     if how == "gathered":
-        state_of = optimizer_state._state_of
-        monkeypatch.setattr(optimizer_state, "_state_of", lambda part, _, **options: state_of(part, False, **options))
+        state_of = optimizer_state.replica_state
+        gathered = functools.partial(lambda part, _, **options: state_of(part, False, **options))
+        monkeypatch.setattr(optimizer_state, "replica_state", gathered)
     optimizer_state.make_room(optimization)
     tensors.save_tensors(tmp_path, optimization.policy, optimization)
     saved = contents(tmp_path)
