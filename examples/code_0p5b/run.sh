@@ -46,7 +46,7 @@ PRECISION=$(python -c 'import torch; from megatron_rl.platform.device import gai
 print("--bf16" if torch.cuda.is_available() or gain_of_bf16() > 1.2 else "")')
 
 python examples/code_0p5b/prepare.py ${DATA:+--data "$DATA"} --output "$RUN_DIR"
-torchrun --standalone --nproc-per-node "${NPROC:-1}" train_rl.py --config examples/code_0p5b/grpo.yaml \
-    --load-hf "$MODEL" --langrl-env-config "$RUN_DIR/environments.yaml" --run-dir "$RUN_DIR/$FULL${QUICK}seed_$SEED" \
-    --seed "$SEED" "${TRAINED[@]}" "${SIZE[@]}" $PRECISION "${FLAGS[@]}"
+python -m megatron_rl.cli train --nproc "${NPROC:-1}" --config examples/code_0p5b/grpo.yaml --load-hf "$MODEL" \
+    --langrl-env-config "$RUN_DIR/environments.yaml" --run-dir "$RUN_DIR/$FULL${QUICK}seed_$SEED" --seed "$SEED" \
+    "${TRAINED[@]}" "${SIZE[@]}" $PRECISION "${FLAGS[@]}"
 python examples/smollm2/summarise.py --run-dirs "$RUN_DIR/$FULL${QUICK}seed_$SEED"

@@ -24,6 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dirs", type=Path, nargs="+", required=True)
     directories = parser.parse_args().run_dirs
+    for directory in directories:
+        if len([*(directory / "rollouts").glob("eval_*.jsonl")]) < 2:
+            sys.exit(f"{directory}: stopped before the evaluation after training; repeat the command to continue it")
     summaries = {directory.name: json.loads((directory / "summary.json").read_text()) for directory in directories}
     print_table(sys.stdout, ("held out", *MEASURES, "minutes", "largest mismatch"), rows_of(summaries))
     print()

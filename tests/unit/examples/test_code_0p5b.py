@@ -75,21 +75,21 @@ def test_a_directory_that_cannot_be_made_is_one_line(data: Path):
 
 
 def _flags(folder: Path, data: Path, *words: str) -> list[str]:
-    """Run the script in a copy of its directories, where python does nothing and torchrun notes the flags of train."""
+    """Run the script in a copy of its directories, where python notes the words of `train` and does nothing."""
     copy, programs = folder / "examples" / "code_0p5b", folder / ".venv" / "bin"
     for each in (copy, programs, folder / "tools"):
         each.mkdir(parents=True)
     (copy / "run.sh").write_text((EXAMPLE / "run.sh").read_text())
     (folder / "tools" / "setup.sh").touch()
-    for name, body in (("python", ""), ("torchrun", 'printf "%s\\0" "$@" > noted')):
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
-        (programs / name).chmod(0o755)
+    (programs / "python").write_text('#!/bin/sh\n[ "$1" != -m ] || printf "%s\\0" "$@" > noted\n')
+    (programs / "python").chmod(0o755)
     elsewhere = data.parent  # paths are those of the caller's directory
     (elsewhere / "config.json").write_text(json.dumps(MODEL))
     command = ["bash", str(copy / "run.sh"), "--data", data.name, *words]
     subprocess.run(command, cwd=elsewhere, env={**os.environ, "MODEL": "."}, check=True, capture_output=True)
     noted = (folder / "noted").read_text().split("\0")
-    return noted[noted.index("train_rl.py") + 1 : -1]
+    assert noted[:5] == ["-m", "megatron_rl.cli", "train", "--nproc", "1"]
+    return noted[5:-1]
 
 
 @pytest.mark.parametrize(

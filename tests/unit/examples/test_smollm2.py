@@ -87,6 +87,15 @@ def test_the_table_has_a_row_a_run_and_the_means(tmp_path: Path):
     assert cells == ["What is / 1 plus 2?", "1 / is less ...", f"* {'3' * 320} [...]"]
 
 
+def test_a_stopped_run_is_one_line(tmp_path: Path):
+    _write_run(tmp_path / "seed_1", 0.5)
+    (tmp_path / "seed_1" / "rollouts" / "eval_0000060.jsonl").unlink()
+    outcome = _run(sys.executable, EXAMPLE / "summarise.py", "--run-dirs", tmp_path / "seed_1")
+    assert outcome.returncode == 1
+    assert len(outcome.stderr.splitlines()) == 1
+    assert "repeat the command to continue" in outcome.stderr
+
+
 def _write_run(run_dir: Path, after: float) -> None:
     """A run's summary and its greedy answers to one question, wrong before and right after."""
     measures = ("pass@1", "greedy", "reward", "truncated")
