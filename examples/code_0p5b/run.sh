@@ -12,8 +12,8 @@ usage() { sed -n '4p' "$SCRIPT" | cut -c5- >&2; exit 2; }
 SCRIPT=$(realpath "$0")
 MODEL=${MODEL:-Qwen/Qwen2.5-Coder-0.5B-Instruct} DATA= SEED=1 RUN_DIR=runs/code_0p5b FULL= QUICK= FLAGS=()
 TRAINED=(--lora-rank 16 --lr 1e-4)
-SIZE=(--train-iters 14 --grpo-prompts-per-step 8 --grpo-group-size 8 --global-batch-size 64 --rl-max-new-tokens 128
-      --eval-interval 14 --rl-prompts-per-eval 64 --rl-eval-max-new-tokens 256)
+SIZE=(--train-iters 8 --grpo-prompts-per-step 8 --grpo-group-size 8 --global-batch-size 64 --rl-max-new-tokens 128
+      --eval-interval 8 --rl-prompts-per-eval 64 --rl-eval-max-new-tokens 256)
 while [ $# -gt 0 ]; do
     case "$1" in
         --full) TRAINED=(--lr 2e-6) FULL=full_; shift ;;
