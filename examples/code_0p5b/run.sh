@@ -18,7 +18,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
         --full) TRAINED=(--lr 2e-6) FULL=full_; shift ;;
         --quick)
-            SIZE=(--train-iters 2 --grpo-prompts-per-step 2 --grpo-group-size 4 --global-batch-size 8
+            SIZE=(--train-iters 2 --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16
                   --rl-max-new-tokens 96 --eval-interval 2 --rl-prompts-per-eval 4)
             QUICK=quick_
             shift ;;
