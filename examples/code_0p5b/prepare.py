@@ -8,37 +8,49 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import yaml
 
 TRAIN = range(601, 975)
-ASK = "{text} Your code should pass these tests:\n{test_list}"
-COMPLETE = "Complete this function:\n{prompt}"
+FORM = "Answer with the code alone, in one Python block, without comments or a docstring."
+"""Else the model explains first and repeats the docstring, and a short answer is cut off before the code is whole."""
+ASK = f"{{text}} Your code should pass these tests:\n{{test_list}}\n{FORM}"
+COMPLETE = f"Complete this function. {FORM}\n```python\n{{prompt}}```"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=None)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="a directory, made if it is not there")
     arguments = parser.parse_args()
-    output: Path = arguments.output
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        entries = environments(arguments.data, arguments.output)
+        (arguments.output / "environments.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; use another directory", file=sys.stderr)
+        return 2
+    return 0
+
+
+def environments(data: Path | None, output: Path) -> list[dict]:
+    """The entries of the list; of local data the training rows are written to ``output``."""
     train = {"path": "google-research-datasets/mbpp", "split": "train"}
     test = {"path": "openai/openai_humaneval", "split": "test"}
-    if arguments.data is not None:
-        kept = [line for line in (arguments.data / "mbpp.jsonl").read_text().splitlines() if _is_training(line)]
+    if data is not None:
+        kept = [line for line in (data / "mbpp.jsonl").read_text().splitlines() if _is_training(line)]
         (output / "mbpp_train.jsonl").write_text("".join(line + "\n" for line in kept))
         train = {"path": str((output / "mbpp_train.jsonl").resolve())}
-        test = {"path": str((arguments.data / "humaneval.jsonl").resolve())}
-    entries = [
+        test = {"path": str((data / "humaneval.jsonl").resolve())}
+    return [
         {"environment": "dataset", "name": "mbpp", "args": {**train, "template": ASK, "reward": "unit_tests"}},
         {
             "environment": "dataset", "name": "humaneval", "evaluation_only": True,
             "args": {**test, "template": COMPLETE, "reward": "unit_tests"},
         },
     ]  # fmt: skip
-    (output / "environments.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
 
 
 def _is_training(line: str) -> bool:
@@ -46,4 +58,4 @@ def _is_training(line: str) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,12 +16,17 @@ from megatron_rl.metrics.console import print_table
 MEASURES = ("pass@1", "greedy", "reward", "response_length", "truncated")
 SHOWN = 5
 """Questions of which the answers are printed, of the first run."""
+WIDTH = 320
+"""Characters of a question or an answer that are printed."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dirs", type=Path, nargs="+", required=True)
     directories = parser.parse_args().run_dirs
+    for directory in directories:
+        if len([*(directory / "rollouts").glob("eval_*.jsonl")]) < 2:
+            sys.exit(f"{directory}: stopped before the evaluation after training; repeat the command to continue it")
     summaries = {directory.name: json.loads((directory / "summary.json").read_text()) for directory in directories}
     print_table(sys.stdout, ("held out", *MEASURES, "minutes", "largest mismatch"), rows_of(summaries))
     print()
@@ -61,13 +66,19 @@ def greedy_answers(path: Path) -> dict[str, tuple[str, str]]:
 
 def question_of(prompt: str) -> str:
     """What stands in the last turn of the user, of a prompt in ChatML."""
-    return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+    return on_a_line(prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0])
 
 
 def told(row: Mapping[str, Any]) -> str:
     """The answer on one line."""
-    text = " / ".join(line.strip() for line in row["completion"].splitlines() if line.strip())
+    text = on_a_line(row["completion"])
     return f"{'* ' if row['correct'] else ''}{text}{'' if row['finish_reason'] == 'stop' else ' ...'}"
+
+
+def on_a_line(text: str) -> str:
+    """Lines joined by slashes, shortened."""
+    joined = " / ".join(line.strip() for line in text.splitlines() if line.strip())
+    return joined if len(joined) <= WIDTH else f"{joined[:WIDTH]} [...]"
 
 
 if __name__ == "__main__":

@@ -82,8 +82,18 @@ def test_the_table_has_a_row_a_run_and_the_means(tmp_path: Path):
     table = _run(sys.executable, EXAMPLE / "summarise.py", "--run-dirs", *directories, check=True).stdout
     assert "0.000 ± 0.100 -> 0.750 ± 0.100" in table
     assert next(line for line in table.splitlines() if line.startswith("mean")).count("0.000 -> 0.500") == 4
-    (answers,) = (line for line in table.splitlines() if line.startswith("What is 1 plus 2?"))
-    assert [cell.strip() for cell in answers.split("|")] == ["What is 1 plus 2?", "1 / is less ...", "* 3"]
+    (answers,) = (line for line in table.splitlines() if line.startswith("What is"))
+    cells = [cell.strip() for cell in answers.split("|")]
+    assert cells == ["What is / 1 plus 2?", "1 / is less ...", f"* {'3' * 320} [...]"]
+
+
+def test_a_stopped_run_is_one_line(tmp_path: Path):
+    _write_run(tmp_path / "seed_1", 0.5)
+    (tmp_path / "seed_1" / "rollouts" / "eval_0000060.jsonl").unlink()
+    outcome = _run(sys.executable, EXAMPLE / "summarise.py", "--run-dirs", tmp_path / "seed_1")
+    assert outcome.returncode == 1
+    assert len(outcome.stderr.splitlines()) == 1
+    assert "repeat the command to continue" in outcome.stderr
 
 
 def _write_run(run_dir: Path, after: float) -> None:
@@ -96,8 +106,8 @@ def _write_run(run_dir: Path, after: float) -> None:
     (run_dir / "rollouts").mkdir(parents=True)
     summary = {"eval": ends, "seconds": {"run": 60.0}, "logprob_gap_max": 1e-6}
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    prompt = "<|im_start|>user\nWhat is 1 plus 2?<|im_end|>\n<|im_start|>assistant\n"
-    for step, text, correct in ((0, "1\n is less", False), (60, "3", True)):
+    prompt = "<|im_start|>user\nWhat is\n1 plus 2?<|im_end|>\n<|im_start|>assistant\n"
+    for step, text, correct in ((0, "1\n is less", False), (60, "3" * 321, True)):
         row = {"task_id": "a", "prompt": prompt, "completion": text, "correct": correct, "greedy": True}
         row["finish_reason"] = "stop" if correct else "length"
         (run_dir / "rollouts" / f"eval_{step:07}.jsonl").write_text(json.dumps(row) + "\n")
