@@ -62,8 +62,8 @@ def test_state_after_a_padded_bucket_is_saved_whole(
         monkeypatch.setattr(tensors, "parameters_in_place", lambda _: contextlib.nullcontext())
     if how == "gathered":
         state_of = optimizer_state.replica_state
-        gathered = functools.partial(lambda part, _, **options: state_of(part, False, **options))
-        monkeypatch.setattr(optimizer_state, "replica_state", gathered)
+        gather = functools.partial(state_of, is_alone=False)
+        monkeypatch.setattr(optimizer_state, "replica_state", lambda part, _, **options: gather(part, **options))
     optimizer_state.make_room(optimization)
     tensors.save_tensors(tmp_path, optimization.policy, optimization)
     saved = contents(tmp_path)
