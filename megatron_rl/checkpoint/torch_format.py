@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -64,7 +65,7 @@ def converted(directory: Path) -> Path:
     Raises:
         CheckpointError: as `convert`, or the cache cannot be written.
     """
-    files = [(path, path.stat()) for path in sorted(directory.resolve().glob(_FILES))]
+    files = [(path, path.stat()) for path in sorted(Path(os.path.realpath(directory)).glob(_FILES))]
     facts = "".join(f"{path} {status.st_size} {status.st_mtime_ns}\n" for path, status in files)
     target = cache_home() / f"{directory.name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}-{_VERSION}"
 

@@ -99,8 +99,8 @@ class AlgorithmConfig:
         ),
     )  # fmt: skip
     """Importance-sampling correction of the rollout-trainer mismatch, e.g. token_tis; several are joined by +. Default:
-    token_tis if rollouts are quantized, partial or kept (--rl-surplus keep), else none. Megatron's
-    --rl-inference-logprobs-is-correction is token_tis; without a coefficient its weights are not capped."""
+    token_tis if rollouts are quantized, partial or kept (--rl-surplus keep), else none. Megatron's spelling is
+    token_tis, uncapped unless a coefficient is given."""
     rl_correction_args: tuple[str, ...] = flag((), aliases=(
         option("--rl-correction-cap", "rl_correction_args", "cap", gt=0,
                aliases=("--rl-importance-sampling-truncation-coef",)),

@@ -211,7 +211,6 @@ QUESTION, SYSTEM = [{"role": "user", "content": "a"}], [{"role": "system", "cont
     ("command", "template", "line"),
     [
         ("generate", "{% for m in messages %}", "cannot render a single question (TemplateSyntaxError"),
-        ("generate", "{{ 'a' * 3000000000 }}", "cannot render a single question (MemoryError: beyond 1,073,741,824"),
         ("generate", STRICT, "the chat template cannot render prompt row 2 of system, user (TemplateError: System"),
         ("chat", "{{ raise_exception('no ' * 999) }}", "cannot render a single question (TemplateError: no no"),
         ("serve", "{{ nobody() }}", "cannot render a single question (UndefinedError: 'nobody' is undefined"),

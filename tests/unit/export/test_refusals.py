@@ -94,7 +94,7 @@ def test_an_index_that_names_a_tensor_the_shard_lacks(sharded: Path, tmp_path: P
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "model.bin", "..", f"{300 * 'x'}.safetensors"])
 def test_an_index_that_points_elsewhere(sharded: Path, tmp_path: Path, name: str) -> None:
     (sharded / INDEX).write_text(json.dumps({"weight_map": {WEIGHT: name}}))
-    refused(sharded, tmp_path / "out", shorten(name))
+    refused(sharded, tmp_path / "out", shorten(name)[1:60])
 
 
 def test_a_tensor_in_two_shards(sharded: Path, tmp_path: Path) -> None:

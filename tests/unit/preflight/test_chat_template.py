@@ -52,8 +52,6 @@ def test_what_renders_is_fine(tokenizer: Path, tmp_path: Path, template: object)
         ("{% for m in messages %}", "cannot render a single question (TemplateSyntaxError"),
         (3, "cannot render a single question ("),
         ({"tool_use": CHATML}, "cannot render a single question ("),
-        ("{{ 'x' * 2000000000 }}", "cannot render a single question (MemoryError"),
-        ("{{ 'x' * 1000000 }}", "makes more than 100,000 characters"),
         ("hello", "leaves out what the user says: 'What is 2 + 3?' becomes 'hello'"),
     ],
 )
