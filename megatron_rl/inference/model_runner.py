@@ -255,7 +255,7 @@ class ModelRunner:
                 if number:
                     yield
                 for layer in chunk.decoder.layers:
-                    layer.mlp.run_dummy_passes(self._nothing, self.context)
+                    layer.mlp.run_dummy_pass(self._nothing, self.context)
             yield
 
     def _run_chunks(self, ids: torch.Tensor, compute: Compute) -> Generator[None, None, Any]:
