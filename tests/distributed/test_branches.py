@@ -17,7 +17,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rl_policy_loss": "clip_cov", "rl_policy_loss_args": ("share=0.2", "lower=-9", "upper=9"),
         "rl_loss_aggregation": "constant", "rl_advantage": "reinforce_plus_plus",
     },
-    "critic": {"rl_advantage": "gae", "rl_advantage_args": ("gamma=0.9",), "rl_kl_in_reward": True, "grpo_kl_beta": 0.05},
+    "critic": {
+        "rl_advantage": "gae", "rl_advantage_args": ("gamma=0.9",), "rl_kl_in_reward": True, "grpo_kl_beta": 0.05,
+    },
     "turns": {"rl_turn_discount": 0.5, "rl_advantage": "rloo"},
     "critic of turns": {"rl_turn_discount": 0.5, "rl_advantage": "gae", "rl_advantage_args": ("gae_lambda=0.9",)},
 }

@@ -23,7 +23,9 @@ from tests.distributed.test_layouts import (
 )
 from tests.support.ranks import run_ranks
 
-GAE = {"rl_advantage": "gae", "rl_advantage_args": ("gae_lambda=0.9",), "rl_critic_lr": 2e-3, "rl_critic_clip_range": 0.05}
+GAE = {
+    "rl_advantage": "gae", "rl_advantage_args": ("gae_lambda=0.9",), "rl_critic_lr": 2e-3, "rl_critic_clip_range": 0.05,
+}  # fmt: skip
 ADAPTERS = {"lora_rank": 4, "rl_critic_lora_rank": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain": GAE,

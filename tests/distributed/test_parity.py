@@ -50,7 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rl_temperature": 0.7,
     },
     "three_groups": {  # of two replicas one generates two; CISPO as in its paper, open below
-        "grpo_prompts_per_step": 3, "global_batch_size": 6, "rl_policy_loss": "cispo", "rl_policy_loss_args": ("clamp_eps_lower=1",),
+        "grpo_prompts_per_step": 3, "global_batch_size": 6, "rl_policy_loss": "cispo",
+        "rl_policy_loss_args": ("clamp_eps_lower=1",),
     },
     "one_group": {"grpo_prompts_per_step": 1, "global_batch_size": 2},  # of two replicas one generates nothing
     "experts": {**EXPERTS, "num_experts": 4, "moe_ffn_hidden_size": 24},
