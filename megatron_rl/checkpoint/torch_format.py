@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
-import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -65,7 +64,7 @@ def converted(directory: Path) -> Path:
     Raises:
         CheckpointError: as `convert`, or the cache cannot be written.
     """
-    files = [(path, path.stat()) for path in sorted(Path(os.path.realpath(directory)).glob(_FILES))]
+    files = [(path, path.stat()) for path in sorted(directory.absolute().glob(_FILES))]
     facts = "".join(f"{path} {status.st_size} {status.st_mtime_ns}\n" for path, status in files)
     target = cache_home() / f"{directory.name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}-{_VERSION}"
 
