@@ -123,7 +123,7 @@ def test_quantised_as_on_one_rank(layout: str) -> None:
             assert all(calls for *_, calls in rows)
 
 
-SAID = "codes depend on the tensor-parallel size"
+SAID = "sampled tokens depend on the tensor-parallel size"
 """In docs/quantization.md."""
 
 
