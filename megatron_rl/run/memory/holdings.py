@@ -159,9 +159,9 @@ class Weights:
     """The buffers that the distributed optimizer has all parameters in."""
 
     def __init__(self, optimization: Optimization, offloadable: OffloadableFactory = OffloadableTensors) -> None:
-        """``leaving``: how copies leave that are set aside."""
+        """``offloadable``: makes the copies that are set aside offloadable."""
         self._optimization = optimization
-        self._leaving = offloadable
+        self._offloadable = offloadable
         tensors = [buffer.param_data for buffer in _buffers(optimization) if buffer.param_data is not None]
         # fp32 weights are their own main parameters, and frozen ones have none: nothing else has their values.
         is_made_of_main = optimization.policy.dtype == torch.bfloat16 and optimization.policy.fp8_weights is None
@@ -193,7 +193,7 @@ class Weights:
         read = [parameter for parameter in self._optimization.policy.parameters() if parameter not in skipped]
         if not self._aside.keys() >= set(read):
             self._aside = {parameter: torch.empty_like(parameter) for parameter in read}
-            self._memory_aside = self._leaving(list(self._aside.values()))
+            self._memory_aside = self._offloadable(list(self._aside.values()))
         self._memory_aside.restore(zeroed=False)
         for parameter in self._optimization.policy.parameters():
             self._homes[parameter] = home = parameter.data
