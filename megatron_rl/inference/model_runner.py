@@ -133,7 +133,7 @@ class ModelRunner:
         return [batch for batch in batches if batch]
 
     def copy(self, copies: ListOf[tuple[int, int, int]]) -> None:
-        """Do `Copies` in the cache."""
+        """Copy cached keys and values between blocks or rows: (source, destination, tokens)."""
         if copies:
             *places, lengths = zip(*copies, strict=True)
             self.context.cache.copy(*self._to_device(places), max(lengths))

@@ -178,7 +178,7 @@ def _weights(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def _reduced(product: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """Sum ``product`` over ranks that hold parts of the inputs."""
+    """Sum ``product`` over the tensor-parallel ranks of a row-parallel linear; return others as they are."""
     kind = None if isinstance(module, StackedLinear) else LinearKind.of(module)
     if kind is not None and kind.exchanges and kind.split == "rows" and kind.group is not None:
         return reduce_from_tensor_model_parallel_region(product, group=kind.group)
